@@ -166,9 +166,10 @@ def jagg_velocities(
 
 def _check(params: PyTree, latents, sigmas, plan: BackwardPlan, cached) -> jax.Array:
     """Checks what is static (and the anchors where they are known); returns sigmas as float32 [N, B]."""
-    num_steps, num_anchors = plan.weights.shape[:2]
-    if plan.anchors.shape != (num_anchors,):
-        raise ValueError(f"plan.anchors has shape {plan.anchors.shape}, plan.weights has {num_anchors} columns")
+    shapes = f"plan.anchors has shape {plan.anchors.shape}, plan.weights {plan.weights.shape}"
+    if plan.weights.ndim not in (2, 3) or plan.anchors.shape != plan.weights.shape[1:2] or plan.num_anchors == 0:
+        raise ValueError(f"{shapes}; expected [K] and [N, K] with K at least 1")
+    num_steps, num_anchors = plan.num_steps, plan.num_anchors
     if latents.ndim < 2 or latents.shape[0] != num_steps:
         raise ValueError(f"latents has shape {latents.shape}; the plan needs [{num_steps} steps, batch, ...]")
     batch = latents.shape[1]
@@ -193,7 +194,11 @@ def _check(params: PyTree, latents, sigmas, plan: BackwardPlan, cached) -> jax.A
 def _velocities_at(velocity_fn, params, steps, *, latents, sigmas, cond) -> jax.Array:
     """Velocities at the given steps, float32 [len(steps), B, ...], all in one vmapped evaluation."""
     in_axes = (None, 0, 0, *(None for _ in cond))
-    return jax.vmap(velocity_fn, in_axes)(params, latents[steps], sigmas[steps], *cond).astype(jnp.float32)
+    velocities = jax.vmap(velocity_fn, in_axes)(params, latents[steps], sigmas[steps], *cond).astype(jnp.float32)
+    if velocities.shape[1:] != latents.shape[1:]:
+        returned, expected = velocities.shape[1:], latents.shape[1:]
+        raise ValueError(f"velocity_fn returned shape {returned}; it must be that of the latents, {expected}")
+    return velocities
 
 
 def _map_steps(velocity_fn, params, latents, sigmas, cond) -> jax.Array:
@@ -206,14 +211,16 @@ def _complete(velocity_fn, params, anchor_velocities, latents, sigmas, cond, pla
     """The velocities of all N steps: the cached ones, or the anchors' joined by those of the steps between."""
     if cached is not None:
         return cached.astype(jnp.float32)
+    order, velocities = plan.anchors.astype(jnp.int32), anchor_velocities
     num_interior = plan.num_steps - plan.num_anchors
-    if num_interior == 0:
-        return jnp.zeros_like(anchor_velocities).at[plan.anchors].set(anchor_velocities)
-    is_anchor = jnp.zeros(plan.num_steps, jnp.int32).at[plan.anchors].set(1)
-    interior = jnp.argsort(is_anchor, stable=True)[:num_interior]
-    interior_velocities = _map_steps(velocity_fn, params, latents[interior], sigmas[interior], cond)
-    velocities = jnp.zeros((plan.num_steps, *anchor_velocities.shape[1:]), jnp.float32)
-    return velocities.at[plan.anchors].set(anchor_velocities).at[interior].set(interior_velocities)
+    if num_interior > 0:
+        is_anchor = jnp.zeros(plan.num_steps, jnp.int32).at[plan.anchors].set(1)
+        interior = jnp.argsort(is_anchor, stable=True)[:num_interior]
+        interior_velocities = _map_steps(velocity_fn, params, latents[interior], sigmas[interior], cond)
+        order = jnp.concatenate([order, interior])
+        velocities = jnp.concatenate([anchor_velocities, interior_velocities])
+    # a gather, not a scatter into zeros: zeros would not be sharded as the velocities are
+    return velocities[jnp.argsort(order)]
 
 
 def _composite_cotangents(plan: BackwardPlan, cotangents: jax.Array, latents: jax.Array) -> jax.Array:

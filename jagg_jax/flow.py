@@ -69,14 +69,15 @@ def sample_mean(values: jax.Array) -> jax.Array:
     in the rollout, in any micro-batch and on any number of devices.
     """
     values = values.astype(jnp.float32).reshape(values.shape[0], -1)
-    count = values.shape[1]
+    # divided first: a division after the sum would be contracted into whatever the caller adds, or not
+    values = values / values.shape[1]
     while values.shape[1] > 1:
         terms = min(8, values.shape[1])
         values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % terms)))
         # a barrier a level: no multiplication is contracted into an addition, and no level is fused into the next
         columns = jax.lax.optimization_barrier(values.reshape(values.shape[0], terms, -1))
         values = functools.reduce(operator.add, (columns[:, term] for term in range(terms)))
-    return jax.lax.optimization_barrier(values[:, 0]) / count
+    return jax.lax.optimization_barrier(values[:, 0])
 
 
 class Sampler(Protocol):

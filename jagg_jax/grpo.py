@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jagg_jax.flow import CPS, Sampler, expand, sample_mean
 
@@ -38,6 +39,10 @@ def group_advantages(
         raise ValueError(f"std is {std!r}; it must be one of {', '.join(ADVANTAGE_STDS)}")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None")
+    sharding = jax.typeof(rewards).sharding
+    if any(sharding.spec):
+        # under an explicit mesh a prompt's samples may lie on several devices
+        rewards = jax.sharding.reshard(rewards, NamedSharding(sharding.mesh, PartitionSpec()))
     rewards = rewards.astype(jnp.float32).reshape(-1, num_generations)
     valid = jnp.isfinite(rewards)
     rewards = jnp.where(valid, rewards, 0.0)
@@ -105,7 +110,8 @@ def grpo_loss(
         "clip_fraction": jnp.mean((clipped > unclipped).astype(jnp.float32)),
         "approx_kl": jnp.mean(ratio - 1.0 - log_ratio),
     }
-    return jnp.mean(jnp.maximum(unclipped, clipped)), metrics
+    # not jnp.maximum: it would halve the gradient wherever both agree, which a clip range of 0 does at ratio 1
+    return jnp.mean(jnp.where(clipped > unclipped, clipped, unclipped)), metrics
 
 
 def kl_to_reference(
@@ -137,6 +143,8 @@ def kl_to_reference(
     """
     if kind not in KL_KINDS:
         raise ValueError(f"kl is {kind!r}; it must be one of {', '.join(KL_KINDS)}")
+    if kind in ("exact", "flow_grpo") and not sampler.has_log_prob:
+        raise ValueError(f"kl {kind!r} divides by the noise, which {type(sampler).__name__} has not; use 'v' or 'x'")
     if kind == "flow_grpo" and isinstance(sampler, CPS):
         raise ValueError("kl 'flow_grpo' needs a noise scale, which CPS has not; use 'exact', 'v' or 'x'")
     reference_velocity = jax.lax.stop_gradient(reference_velocity.astype(jnp.float32))

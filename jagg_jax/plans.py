@@ -168,12 +168,14 @@ def one_group_plan(sigmas: jax.Array, alphas: jax.Array | None = None) -> Backwa
       alphas: [W] or [W, B], interpolation weights from 0 to 1; `sigma_alphas(sigmas)` by default.
 
     Raises:
-      ValueError: `alphas` of another length.
+      ValueError: no steps, or `alphas` of another length.
     """
+    if jnp.ndim(sigmas) not in (1, 2) or jnp.shape(sigmas)[0] == 0:
+        raise ValueError(f"sigmas has shape {jnp.shape(sigmas)}; give one group's noise levels as [W] or [W, B]")
     num_steps = jnp.shape(sigmas)[0]
     alphas = sigma_alphas(sigmas) if alphas is None else jnp.asarray(alphas, jnp.float32)
-    if alphas.shape[0] != num_steps:
-        raise ValueError(f"alphas has {alphas.shape[0]} entries for {num_steps} sigmas; give one weight a step")
+    if alphas.shape[:1] != (num_steps,):
+        raise ValueError(f"alphas has shape {alphas.shape} for {num_steps} sigmas; give one weight a step")
     if num_steps == 1:
         return BackwardPlan(jnp.zeros(1, jnp.int32), jnp.ones_like(alphas[:, None]))
     return BackwardPlan(jnp.array([0, num_steps - 1], jnp.int32), jnp.stack([1.0 - alphas, alphas], axis=1))
@@ -194,7 +196,7 @@ def _grouped_steps(sigmas: jax.Array, steps_per_group: int, jagg_frac: float) ->
     _check_at_least(steps_per_group=steps_per_group)
     if not 0.0 <= jagg_frac <= 1.0:
         raise ValueError(f"jagg_frac is {jagg_frac}; it must be in [0, 1]")
-    if not isinstance(sigmas, jax.core.Tracer) and np.any(np.diff(np.asarray(sigmas, np.float64)) >= 0):
+    if not isinstance(sigmas, jax.core.Tracer) and not np.all(np.diff(np.asarray(sigmas, np.float64)) < 0):
         raise ValueError(f"sigmas is {np.asarray(sigmas).tolist()}; noise levels must decrease from step to step")
     num_steps = jnp.shape(sigmas)[0]
     return num_steps, round(jagg_frac * num_steps)

@@ -38,7 +38,7 @@ class Transitions:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("latents", "sigmas", "log_probs", "velocities"),
-    meta_fields=(),
+    meta_fields=("num_noisy_steps",),
 )
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
@@ -49,12 +49,14 @@ class Trajectory:
       sigmas: float32 [T + 1], the schedule.
       log_probs: float32 [T, B]; 0 at a step without noise.
       velocities: [T, B, ...] in the model's dtype, or None when they were not kept.
+      num_noisy_steps: how many of the first steps took noise; only they can be trained.
     """
 
     latents: jax.Array
     sigmas: jax.Array
     log_probs: jax.Array
     velocities: jax.Array | None
+    num_noisy_steps: int
 
     @property
     def samples(self) -> jax.Array:
@@ -65,11 +67,11 @@ class Trajectory:
         """The `num_steps` steps from `start` on.
 
         Raises:
-          ValueError: a window that is empty or holds the last step, which has no noise and is never trained.
+          ValueError: a window that is empty or holds a step without noise, such as the last one, which is never trained.
         """
-        last = self.sigmas.shape[0] - 2
-        if start < 0 or num_steps < 1 or start + num_steps > last:
-            raise ValueError(f"steps {start} to {start + num_steps} are not all trainable; the first {last} steps are")
+        noisy = self.num_noisy_steps
+        if start < 0 or num_steps < 1 or start + num_steps > noisy:
+            raise ValueError(f"steps {start} to {start + num_steps} are not all trainable; the first {noisy} steps are")
         window, following = slice(start, start + num_steps), slice(start + 1, start + num_steps + 1)
         return Transitions(
             latents=self.latents[window],
@@ -114,7 +116,8 @@ def rollout(
       keep_velocities: whether the trajectory keeps the velocities (the first update after it can then reuse them).
 
     Raises:
-      ValueError: `num_noisy_steps` outside [0, T - 1], or keys that don't match the batch.
+      ValueError: `num_noisy_steps` outside [0, T - 1], keys that don't match the batch, or velocities that don't match
+        the latents.
     """
     num_steps, batch = sigmas.shape[0] - 1, noise.shape[0]
     if num_noisy_steps is None:
@@ -124,11 +127,15 @@ def rollout(
     if keys.shape != (batch,):
         raise ValueError(f"keys has shape {keys.shape}; give one PRNG key for each of the {batch} samples")
     sigmas = jnp.asarray(sigmas, jnp.float32)
-    is_noisy = (jnp.arange(num_steps) < num_noisy_steps) & sampler.has_log_prob
+    if not sampler.has_log_prob:
+        num_noisy_steps = 0
+    is_noisy = jnp.arange(num_steps) < num_noisy_steps
 
     def step(latents, inputs):
         index, noisy, sigma, sigma_next = inputs
         velocity = velocity_fn(params, latents.astype(jnp.float32), jnp.full(batch, sigma), *cond)
+        if velocity.shape != latents.shape:
+            raise ValueError(f"velocity_fn returned shape {velocity.shape}; it must be that of noise, {latents.shape}")
         mean, std = sampler.transition(velocity, latents, sigma, sigma_next)
         euler, _ = ODE().transition(velocity, latents, sigma, sigma_next)
         draws = initial_noise(jax.vmap(jax.random.fold_in, (0, None))(keys, index), latents.shape[1:])
@@ -143,7 +150,7 @@ def rollout(
         log_probs = jnp.where(is_noisy[:, None], log_probs, 0.0)
     else:
         log_probs = jnp.zeros((num_steps, batch), jnp.float32)
-    return Trajectory(latents, sigmas, log_probs, velocities if keep_velocities else None)
+    return Trajectory(latents, sigmas, log_probs, velocities if keep_velocities else None, num_noisy_steps)
 
 
 def step_log_probs(

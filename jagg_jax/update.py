@@ -176,9 +176,11 @@ def apply_gradient(
     Returns:
       The new state and the metrics `grad_norm` (before any clipping in the optimiser) and `skipped` (0 or 1).
     """
-    grad_norm = optax.global_norm(gradient)
+    grad_norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    changes, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    # Optax's Adam raises a float to an integer power, which strict promotion refuses
+    with jax.numpy_dtype_promotion("standard"):
+        changes, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, changes)
     ema_params = state.ema_params
     if ema_params is not None:

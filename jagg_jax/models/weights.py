@@ -1,0 +1,159 @@
+"""Model weights on disk: one safetensors file, flat dotted names, checked before a single number is used."""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from jagg_jax.models.dit import DiT, DiTConfig
+from jagg_jax.models.functional import Params, VelocityFn, as_function
+
+MAX_NAMES = 5  # names listed for each kind of fault in an error
+
+
+class LoadedModel(NamedTuple):
+    """A model rebuilt from one file."""
+
+    config: DiTConfig
+    task: str
+    velocity_fn: VelocityFn
+    params: Params
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """A pytree's leaves by dotted path, e.g. "blocks.0.attention.qkv.kernel"."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def save_weights(path: str | os.PathLike, params: Any, metadata: Mapping[str, str]) -> None:
+    """Writes a pytree of arrays and string metadata; readers see the old file or the new one, never a part.
+
+    Raises:
+      ValueError: a non-finite array, or metadata that is not all strings.
+    """
+    wrong = [key for key, value in metadata.items() if not isinstance(value, str)]
+    if wrong:
+        raise ValueError(f"metadata {_listed(wrong)}: values must be strings")
+    tensors = {name: np.asarray(array, order="C") for name, array in flatten(params).items()}
+    _refuse(path, {"not finite": _non_finite(tensors)})
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(save(tensors, dict(metadata)))
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes private files; weights are as readable as any other file the user writes.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load_weights(path: str | os.PathLike, like: Any) -> Any:
+    """Reads the tensors of `path` into the tree of `like`.
+
+    Args:
+      path: a safetensors file written by `save_weights`.
+      like: pytree of arrays or `jax.ShapeDtypeStruct`; gives names, shapes and dtypes.
+    Returns: the tree of `like` with the file's arrays (`jax.Array`), bit for bit.
+    Raises:
+      ValueError: no safetensors file, a damaged one, or tensors that are missing, unexpected, misshapen, of the wrong
+        dtype or not finite: all of them in one line.
+    """
+    expected = flatten(like)
+    tensors = _read(path)[0]
+    shared = [name for name in expected if name in tensors]
+    faults = {
+        "missing": [name for name in expected if name not in tensors],
+        "unexpected": [name for name in tensors if name not in expected],
+        "misshapen": [
+            f"{name} {tensors[name].shape} instead of {tuple(expected[name].shape)}"
+            for name in shared
+            if tensors[name].shape != tuple(expected[name].shape)
+        ],
+        "of the wrong dtype": [
+            f"{name} {tensors[name].dtype} instead of {expected[name].dtype}"
+            for name in shared
+            if tensors[name].dtype != expected[name].dtype
+        ],
+        "not finite": _non_finite(tensors),
+    }
+    _refuse(path, faults)
+    return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(tensors[name]) for name in expected])
+
+
+def read_metadata(path: str | os.PathLike) -> dict[str, str]:
+    """The metadata of a weights file. Raises ValueError where the file is none."""
+    return _read(path, with_tensors=False)[1]
+
+
+def model_metadata(config: DiTConfig, task: str) -> dict[str, str]:
+    """The metadata `load_model` needs: the task's name and the model's configuration as JSON."""
+    return {"task": task, "model": json.dumps(dataclasses.asdict(config))}
+
+
+def load_model(path: str | os.PathLike, *, dtype: str | None = None, remat: bool | None = None) -> LoadedModel:
+    """Rebuilds a `DiT` from a weights file alone.
+
+    Args:
+      path: a file written by `save_weights` with `model_metadata`.
+      dtype, remat: replace the stored compute type and rematerialisation (they change no weight).
+    Raises:
+      ValueError: no such file, a damaged one, one without a model's metadata, or tensors that do not fit it.
+    """
+    metadata = read_metadata(path)
+    if not {"task", "model"} <= metadata.keys():
+        raise ValueError(f"{path}: holds no task and model in its metadata; it was not written by the pre-training")
+    overrides = {key: value for key, value in (("dtype", dtype), ("remat", remat)) if value is not None}
+    try:
+        config = DiTConfig(**{**json.loads(metadata["model"]), **overrides})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: its model configuration is not valid: {error}") from error
+    # Abstract: the random initial weights would be thrown away.
+    velocity_fn, like = as_function(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))))
+    return LoadedModel(config, metadata["task"], velocity_fn, load_weights(path, like))
+
+
+def _read(path: str | os.PathLike, with_tensors: bool = True) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Tensors and metadata of a file; every way in which it is no safetensors file becomes a ValueError."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such weights file")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}  # noqa: SIM118
+            return tensors, dict(file.metadata() or {})
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not a readable safetensors file ({error}); it is damaged or of another kind"
+        ) from error
+
+
+def _non_finite(tensors: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of the tensors that hold NaN or infinity."""
+    return [name for name, array in tensors.items() if not np.isfinite(array).all()]
+
+
+def _refuse(path: str | os.PathLike, faults: Mapping[str, list[str]]) -> None:
+    """Raises one ValueError that lists every fault, if there is any."""
+    listed = [f"{kind}: {_listed(names)}" for kind, names in faults.items() if names]
+    if listed:
+        raise ValueError(f"{path}: these tensors do not fit: " + "; ".join(listed))
+
+
+def _listed(names: list[str]) -> str:
+    """The first few names and the number of the others."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -1,0 +1,246 @@
+"""Evaluation: fixed held-out prompts and noise, any rewards; and drawing the samples of given prompts."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jagg_jax.rewards import REWARDS, RewardSet, make_rewards
+from jagg_jax.training.checkpoint import Checkpoints
+from jagg_jax.training.config import closest, option
+from jagg_jax.training.errors import ConfigError
+from jagg_jax.training.experiment import Experiment, build_experiment, evaluation_keys, make_drawer, to_images
+from jagg_jax.training.report import sample_grid
+from jagg_jax.training.run_dir import load_config, write_text
+
+MAX_BATCH = 100  # samples drawn at once
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """Score a run's model on held-out prompts that training never used, from fixed noise, by ODE steps."""
+
+    run_dir: str = ""
+    """Folder of the run."""
+    checkpoint: int | None = None
+    """Update of the checkpoint; the latest by default. 0 is the pre-trained model."""
+    weights: Literal["auto", "trained", "average"] = "auto"
+    """Trained weights or their moving average; auto takes the average where the run keeps one."""
+    rewards: tuple[str, ...] = ()
+    """Rewards to measure; the run's eval rewards by default."""
+    num_prompts: int = 0
+    """Held-out prompts; 0 takes all of the task's."""
+    steps: int = 0
+    """Denoising steps; 0 takes the run's eval_steps."""
+    guidance: float | None = None
+    """Classifier-free guidance scale; the run's by default."""
+    seed: int = 0
+    """Seed of the initial noise."""
+    output: str = ""
+    """JSON file for the result; empty means evaluation.json in the run's folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """Draw samples of given prompts with a run's model, as a picture with the prompt under each."""
+
+    run_dir: str = ""
+    """Folder of the run."""
+    prompt: tuple[str, ...] = ()
+    """What to draw, e.g. 427; several are allowed."""
+    output: str = "samples.png"
+    """PNG file to write."""
+    count: int = 1
+    """Samples a prompt."""
+    checkpoint: int | None = None
+    """Update of the checkpoint; the latest by default. 0 is the pre-trained model."""
+    weights: Literal["auto", "trained", "average"] = "auto"
+    """Trained weights or their moving average; auto takes the average where the run keeps one."""
+    steps: int = 0
+    """Denoising steps; 0 takes the run's eval_steps."""
+    guidance: float | None = None
+    """Classifier-free guidance scale; the run's by default."""
+    seed: int = 0
+    """Seed of the initial noise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Draws and scores the same prompts from the same noise at every call.
+
+    Attributes:
+      prompts: what is drawn.
+      tokens: int32 [N, L].
+      keys: PRNG keys [N].
+      draw: `make_drawer`'s sampler.
+      rewards: scores images.
+    """
+
+    prompts: tuple[str, ...]
+    tokens: np.ndarray
+    keys: jax.Array
+    draw: Callable
+    rewards: RewardSet
+
+    def images(self, params: Any, count: int | None = None) -> np.ndarray:
+        """Images of the first `count` prompts (all by default, or where there are fewer), float32 [count, H, W, 3]."""
+        total = len(self.prompts) if count is None else min(count, len(self.prompts))
+        size = min(len(self.prompts), MAX_BATCH)
+        parts = []
+        for start in range(0, total, size):
+            # every call has the same shape, so that it is compiled once: the last part is filled up with repeats
+            rows = np.minimum(np.arange(start, start + size), len(self.prompts) - 1)
+            parts.append(to_images(self.draw(params, self.tokens[rows], self.keys[rows])))
+        return np.concatenate(parts)[:total]
+
+    def __call__(self, params: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Images float32 [N, H, W, 3] and the scores of each reward, float32 [N]."""
+        images = self.images(params)
+        return images, self.rewards(images, self.prompts)
+
+
+def make_evaluator(
+    experiment: Experiment,
+    prompts: Sequence[str],
+    rewards: Sequence[str],
+    steps: int | None = None,
+    guidance: float | None = None,
+    seed: int = 0,
+) -> Evaluator:
+    """An evaluator of the experiment's model; steps and guidance are the run's by default."""
+    config, task = experiment.config, experiment.task
+    steps = config.eval_steps if steps is None else steps
+    guidance = config.guidance if guidance is None else guidance
+    return Evaluator(
+        prompts=tuple(prompts),
+        tokens=task.encode(prompts),
+        keys=evaluation_keys(seed, len(prompts)),
+        draw=make_drawer(experiment.velocity_fn, task.image_shape, steps, config.shift, guidance),
+        rewards=load_rewards(experiment, rewards, "eval_rewards"),
+    )
+
+
+def load_rewards(experiment: Experiment, names: Sequence[str], field: str) -> RewardSet:
+    """The rewards of a setting, with their models loaded.
+
+    Raises:
+      ConfigError: a reward that can't score the task, or whose model is missing; names the setting.
+    """
+    try:
+        return make_rewards(tuple(names), experiment.task.alphabet, experiment.config.reward_threads)
+    except ValueError as error:
+        raise ConfigError(f"{option(field)} {' '.join(names)}: {error}") from error
+
+
+def summarise(scores: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Mean and standard error of each reward over its finite scores, and how many those are."""
+    summary = {}
+    for name, values in scores.items():
+        finite = values[np.isfinite(values)].astype(np.float64)
+        mean = finite.mean() if finite.size else float("nan")
+        error = finite.std(ddof=1) / np.sqrt(finite.size) if finite.size > 1 else float("nan")
+        summary[name] = {"mean": float(mean), "standard_error": float(error), "samples": int(finite.size)}
+    return summary
+
+
+def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
+    """The `evaluate` command: prints a table, writes JSON, and returns the summary.
+
+    Raises:
+      ConfigError: a setting that can't be used, a folder that holds no run.
+      CheckpointError: a checkpoint that is missing or damaged.
+    """
+    run_dir, experiment, params, update = _load_run(config)
+    held_out = experiment.task.prompts("eval")
+    _require(0 <= config.num_prompts <= len(held_out), config, "num_prompts", f"must be 0 to {len(held_out)}")
+    names = config.rewards or experiment.config.eval_rewards
+    for name in names:
+        choice = f"choose from {', '.join(REWARDS)}{closest(name, REWARDS)}"
+        _require(name in REWARDS, config, "rewards", choice)
+    prompts = held_out[: config.num_prompts or None]
+    evaluator = make_evaluator(experiment, prompts, names, config.steps or None, config.guidance, config.seed)
+    _, scores = evaluator(params)
+    summary = summarise(scores)
+    output = Path(config.output) if config.output else run_dir / "evaluation.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    settings = {"run_dir": str(run_dir), "update": update, "prompts": len(prompts), "seed": config.seed}
+    settings |= {"steps": config.steps or experiment.config.eval_steps, "weights": config.weights}
+    content = settings | {"rewards": {name: _finite(values) for name, values in summary.items()}}
+    write_text(output, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    table = Table(title=f"{run_dir}, update {update}, {len(prompts)} held-out prompts")
+    for column in ("reward", "mean", "standard error"):
+        table.add_column(column)
+    for name, values in summary.items():
+        table.add_row(name, f"{values['mean']:.3f}", f"{values['standard_error']:.3f}")
+    Console().print(table)
+    return summary
+
+
+def sample(config: SampleConfig) -> Path:
+    """The `sample` command: writes a picture of the prompts and returns its path.
+
+    Raises:
+      ConfigError: a setting that can't be used, a folder that holds no run.
+      CheckpointError: a checkpoint that is missing or damaged.
+    """
+    if not config.prompt:
+        raise ConfigError("--prompt: name at least one prompt to draw")
+    _require(config.count >= 1, config, "count", "must be at least 1")
+    output = Path(config.output)
+    _require(output.suffix == ".png", config, "output", "name a .png file to write")
+    _, experiment, params, _ = _load_run(config)
+    prompts = [prompt for prompt in config.prompt for _ in range(config.count)]
+    try:
+        experiment.task.encode(prompts)
+    except ValueError as error:
+        raise ConfigError(f"--prompt: {error}") from error
+    names = experiment.config.eval_rewards[:1]
+    evaluator = make_evaluator(experiment, prompts, names, config.steps or None, config.guidance, config.seed)
+    images, scores = evaluator(params)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    sample_grid(images, captions(prompts, scores), output)
+    return output
+
+
+def captions(prompts: Sequence[str], scores: dict[str, np.ndarray]) -> list[str]:
+    """The prompt and its first reward, a line each sample."""
+    first = next(iter(scores.values()))
+    return [f"{prompt}  {score:.2f}" for prompt, score in zip(prompts, first, strict=True)]
+
+
+def _load_run(config: EvaluateConfig | SampleConfig) -> tuple[Path, Experiment, Any, int]:
+    """Folder, experiment, parameters and their update, after the checks that the two commands share."""
+    if not config.run_dir:
+        raise ConfigError("--run-dir: name the folder of a run")
+    _require(config.steps >= 0, config, "steps", "must not be negative; 0 takes the run's eval_steps")
+    _require(config.guidance is None or config.guidance >= 0, config, "guidance", "must not be negative")
+    _require(0 <= config.seed < 2**32, config, "seed", "must lie in 0 to 2**32 - 1")
+    run_dir = Path(config.run_dir)
+    run_config, _ = load_config(run_dir)
+    if config.weights == "average" and not run_config.ema_decay:
+        raise ConfigError("--weights average: the run keeps none (its ema_decay is 0); use trained or auto")
+    experiment = build_experiment(run_config)
+    state = experiment.initial_state()
+    checkpoints = Checkpoints(run_dir)
+    update = checkpoints.latest() if config.checkpoint is None else config.checkpoint
+    if update != 0:
+        state = checkpoints.restore(update, state)
+    params = state.params if config.weights == "trained" else experiment.evaluated_params(state)
+    return run_dir, experiment, params, update
+
+
+def _require(condition: bool, config: Any, field: str, fix: str) -> None:
+    """Raises a ConfigError about `field` unless the condition holds."""
+    if not condition:
+        raise ConfigError(f"{option(field)} {getattr(config, field)}: {fix}")
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    """The same with None for what JSON has no number for."""
+    return {name: value if np.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,228 @@
+"""From settings to compiled programs: the model, the rollout, the update and the evaluation sampler of one run."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jagg_jax.flow import ODE, SAMPLERS, flow_sigmas, with_guidance
+from jagg_jax.grpo import group_advantages, zero_std_fraction
+from jagg_jax.models import load_model
+from jagg_jax.plans import BackwardPlan, exact_plan, hat_plan, jagg_plan, subset_plan
+from jagg_jax.prompts import Task, get_task
+from jagg_jax.rollout import Transitions, initial_noise, rollout
+from jagg_jax.training.config import TrainConfig, resolve_weights
+from jagg_jax.training.errors import ConfigError
+from jagg_jax.update import Objective, TrainState, apply_gradient, policy_gradient
+
+# what a seed's keys are for: the same seed never serves two purposes with the same key
+ROLLOUT_KEYS, PLAN_KEYS, EVAL_KEYS = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """The parts of a run that its settings decide.
+
+    Attributes:
+      config: the settings.
+      task: prompts and their encoding.
+      velocity_fn: `velocity_fn(params, latents, sigma, tokens)`, without guidance.
+      initial_params: the pre-trained parameters, which are also the reference of the KL penalty.
+      optimizer: AdamW behind a global-norm clip.
+      learning_rate: optimiser updates applied so far -> learning rate.
+      roll_out: compiled (params, update, tokens [B, L]) -> (samples [B, ...], Transitions, reference velocities).
+      advantages: compiled rewards [B] -> (advantages [B], share of prompts whose rewards all agree).
+      update: compiled (state, transitions, advantages [B], tokens, plan, reference velocities, use_cached) ->
+        (state, metrics); the state is donated.
+    """
+
+    config: TrainConfig
+    task: Task
+    velocity_fn: Callable
+    initial_params: Any
+    optimizer: optax.GradientTransformation
+    learning_rate: Callable
+    roll_out: Callable
+    advantages: Callable
+    update: Callable
+
+    def initial_state(self) -> TrainState:
+        """The state before the first update, on fresh buffers (the update donates them)."""
+        params = jax.tree.map(jnp.copy, self.initial_params)
+        return TrainState.create(params, self.optimizer, with_ema=self.config.ema_decay > 0)
+
+    def plan(self, update: int, inner: int = 0) -> BackwardPlan:
+        """The backward plan of optimiser update `inner` after rollout `update`; only `subset` depends on them."""
+        config = self.config
+        sigmas = flow_sigmas(config.num_steps, config.shift)[: config.train_steps]
+        if config.plan == "exact":
+            return exact_plan(config.train_steps)
+        if config.plan == "jagg":
+            return jagg_plan(sigmas, config.steps_per_group, config.jagg_frac, config.alpha)
+        if config.plan == "hat":
+            return hat_plan(sigmas, config.steps_per_group, config.jagg_frac)
+        key = jax.random.fold_in(_keys_for(config.seed, PLAN_KEYS), update)
+        return subset_plan(jax.random.fold_in(key, inner), config.train_steps, config.subset_steps)
+
+    def prompts(self, update: int) -> list[str]:
+        """The prompts of rollout `update` (from 1), each `num_generations` times in a row.
+
+        Epoch after epoch, all training prompts in an order that follows from the seed and the epoch.
+        """
+        pool = self.task.prompts("train")
+        count = self.config.batch_size // self.config.num_generations
+        places = np.arange((update - 1) * count, update * count)
+        orders = {epoch: self._order(epoch) for epoch in set((places // len(pool)).tolist())}
+        chosen = [pool[orders[place // len(pool)][place % len(pool)]] for place in places.tolist()]
+        return [prompt for prompt in chosen for _ in range(self.config.num_generations)]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.config.seed, epoch]).permutation(len(self.task.prompts("train")))
+
+    def evaluated_params(self, state: TrainState) -> Any:
+        """The averaged parameters where the run keeps them, else the trained ones."""
+        return state.params if state.ema_params is None else state.ema_params
+
+
+def build_experiment(config: TrainConfig) -> Experiment:
+    """Loads the weights and prepares the programs; compiles nothing yet.
+
+    Raises:
+      ConfigError: the weights are those of another task, or no weights.
+    """
+    path = resolve_weights(config.weights)
+    try:
+        model = load_model(path, dtype=config.compute_dtype, remat=config.remat)
+    except ValueError as error:
+        raise ConfigError(f"--weights {config.weights}: {error}") from error
+    if model.task != config.task:
+        raise ConfigError(f"--weights {config.weights}: is a model of task {model.task}, not of --task {config.task}")
+    sampler = SAMPLERS[config.sampler](config.noise_level)
+    kl = None if config.kl == "none" else config.kl
+    objective = Objective(sampler, (config.clip_low, config.clip_high), kl, config.kl_weight)
+    learning_rate = make_learning_rate(config)
+    adamw = optax.adamw(learning_rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay)
+    optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
+    velocity_fn = with_guidance(model.velocity_fn, config.guidance)
+    reference = model.params if kl else None
+    return Experiment(
+        config=config,
+        task=get_task(config.task),
+        velocity_fn=model.velocity_fn,
+        initial_params=model.params,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        roll_out=jax.jit(partial(_roll_out, config, velocity_fn, sampler, model.config.image_shape, reference)),
+        advantages=jax.jit(partial(_advantages, config)),
+        update=jax.jit(
+            partial(_update, config, velocity_fn, objective, optimizer),
+            donate_argnames="state",
+            static_argnames="use_cached",
+        ),
+    )
+
+
+def make_learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Optimiser updates applied so far -> learning rate."""
+    warmup = config.warmup_updates * config.updates_per_rollout
+    peak, start = config.learning_rate, 0.0 if warmup else config.learning_rate
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(start, peak, warmup, config.updates * config.updates_per_rollout)
+    return optax.linear_schedule(start, peak, max(warmup, 1))
+
+
+def make_drawer(velocity_fn, image_shape: tuple[int, ...], num_steps: int, shift: float, guidance: float) -> Callable:
+    """The evaluation sampler: compiled (params, tokens [B, L], keys [B]) -> samples [B, ...], by Euler steps (ODE)."""
+    guided = with_guidance(velocity_fn, guidance)
+
+    @jax.jit
+    def draw(params, tokens, keys):
+        sigmas = flow_sigmas(num_steps, shift)
+        null_tokens = jnp.zeros_like(tokens)
+        noise = initial_noise(keys, image_shape)
+        return rollout(guided, params, noise, sigmas, keys, tokens, null_tokens, sampler=ODE()).samples
+
+    return draw
+
+
+def to_images(samples: jax.Array) -> np.ndarray:
+    """Samples [B, H, W, 1 or 3] in [-1, 1] as images float32 [B, H, W, 3] in [0, 1]; what is not finite stays so."""
+    images = np.clip((np.asarray(samples, np.float32) + 1.0) / 2.0, 0.0, 1.0)
+    return np.broadcast_to(images, (*images.shape[:-1], 3))
+
+
+def evaluation_keys(seed: int, count: int) -> jax.Array:
+    """One key a held-out prompt, [count]; none of them is ever a training key."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(_keys_for(seed, EVAL_KEYS), jnp.arange(count))
+
+
+def _keys_for(seed: int, purpose: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), purpose)
+
+
+def _sample_keys(config: TrainConfig, update: jax.Array) -> jax.Array:
+    """Keys [B] of a rollout, by (seed, update, prompt, generation) and never by device or process."""
+    key = jax.random.fold_in(_keys_for(config.seed, ROLLOUT_KEYS), update)
+    prompts = jnp.arange(config.batch_size // config.num_generations)
+    prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, prompts)
+    fold_generations = jax.vmap(jax.random.fold_in, (None, 0))
+    generations = jnp.arange(config.num_generations)
+    return jax.vmap(fold_generations, (0, None))(prompt_keys, generations).reshape(-1)
+
+
+def _roll_out(config, velocity_fn, sampler, image_shape, reference, params, update, tokens):
+    """One rollout; the reference's velocities come with it, since they don't change with the updates after it."""
+    keys = _sample_keys(config, update)
+    noise = initial_noise(keys, image_shape, jnp.dtype(config.storage_dtype))
+    sigmas = flow_sigmas(config.num_steps, config.shift)
+    null_tokens = jnp.zeros_like(tokens)
+    cond = (tokens, null_tokens)
+    trajectory = rollout(velocity_fn, params, noise, sigmas, keys, *cond, sampler=sampler, keep_velocities=True)
+    transitions = trajectory.transitions(config.train_steps)
+    reference_velocities = None
+    if reference is not None:
+        levels = jnp.broadcast_to(transitions.sigmas[:, None], transitions.log_probs.shape)
+        steps = (transitions.latents.astype(jnp.float32), levels)
+        reference_velocities = jax.lax.map(lambda step: velocity_fn(reference, *step, *cond), steps)
+    return trajectory.samples, transitions, reference_velocities
+
+
+def _advantages(config, rewards):
+    advantages = group_advantages(rewards, config.num_generations, config.advantage_std, config.advantage_clip)
+    return advantages, zero_std_fraction(rewards, config.num_generations)
+
+
+def _update(
+    config: TrainConfig,
+    velocity_fn,
+    objective: Objective,
+    optimizer,
+    state: TrainState,
+    transitions: Transitions,
+    advantages: jax.Array,
+    tokens: jax.Array,
+    plan: BackwardPlan,
+    reference_velocities,
+    use_cached: bool,
+):
+    gradient, metrics = policy_gradient(
+        velocity_fn,
+        state.params,
+        transitions,
+        advantages,
+        tokens,
+        jnp.zeros_like(tokens),
+        objective=objective,
+        plan=plan,
+        reference_velocities=reference_velocities,
+        use_cached=use_cached,
+        batch_anchors=config.batch_anchors,
+        num_micro_batches=config.batch_size // config.micro_batch_size,
+    )
+    state, applied = apply_gradient(state, gradient, optimizer, metrics["loss"], config.ema_decay)
+    return state, metrics | applied

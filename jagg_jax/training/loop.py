@@ -1,0 +1,230 @@
+"""The training loop: roll out, score, update; log, evaluate, checkpoint; and end with a picture of it all."""
+
+import dataclasses
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jagg_jax.rewards import RewardSet
+from jagg_jax.training.checkpoint import Checkpoints
+from jagg_jax.training.config import TrainConfig, validate
+from jagg_jax.training.errors import TrainingError
+from jagg_jax.training.evaluate import Evaluator, captions, load_rewards, make_evaluator, summarise
+from jagg_jax.training.experiment import Experiment, build_experiment, to_images
+from jagg_jax.training.metrics import MetricsWriter
+from jagg_jax.training.progress import Progress
+from jagg_jax.training.report import sample_grid, write_report
+from jagg_jax.training.run_dir import check_run_dir, claim_run_dir
+from jagg_jax.update import TrainState
+
+GRID = 24  # held-out prompts in a sample grid
+
+
+class Interrupt:
+    """Turns the first Ctrl-C or SIGTERM into a request to save and stop; a second one ends the process at once."""
+
+    def __init__(self):
+        """Nothing is caught before the context is entered."""
+        self.signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            sys.exit(128 + number)
+        self.signal = number
+        print("stopping after this update; once more to end at once", file=sys.stderr)
+
+
+def train(config: TrainConfig, preset: str) -> Path:
+    """Trains by the settings, from the start or from the latest checkpoint, and returns the folder of the run.
+
+    Args:
+      config: the settings.
+      preset: the name they go by.
+
+    Raises:
+      ConfigError: settings that can't be used; nothing has been compiled or written.
+      CheckpointError: the checkpoint to resume from is damaged or of another model.
+      TrainingError: too many updates in a row had no finite gradient.
+      SystemExit: with status 128 + signal, after Ctrl-C or SIGTERM and once everything is saved.
+    """
+    validate(config)
+    check_run_dir(config)
+    experiment = build_experiment(config)
+    held_out = experiment.task.prompts("eval")[: config.eval_prompts]
+    evaluator = make_evaluator(experiment, held_out, config.eval_rewards)
+    rewards = load_rewards(experiment, tuple(config.rewards), "rewards")
+    state, start = experiment.initial_state(), None
+    if config.resume:
+        # read before anything is written, so that a damaged checkpoint leaves the folder as it is
+        checkpoints = Checkpoints(config.run_dir)
+        start = checkpoints.latest()
+        state = state if start is None else checkpoints.restore(start, state)
+    run_dir = claim_run_dir(config, preset)
+    with (
+        Checkpoints(run_dir, keep=config.keep_checkpoints) as checkpoints,
+        MetricsWriter(run_dir, resume_from=start) as writer,
+        Interrupt() as interrupt,
+    ):
+        _Run(experiment, rewards, evaluator, run_dir, writer, checkpoints, interrupt).train(state, start or 0)
+    return run_dir
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What the loop needs at every update."""
+
+    experiment: Experiment
+    rewards: RewardSet
+    evaluator: Evaluator
+    run_dir: Path
+    writer: MetricsWriter
+    checkpoints: Checkpoints
+    interrupt: Interrupt
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.experiment.config
+
+    def train(self, state: TrainState, start: int) -> None:
+        """Updates `start` + 1 to the last one, then the report."""
+        config = self.config
+        if start == 0:
+            self.writer.write(0, self._evaluate(state, 0, draw_grid=True))
+        with Progress(config.updates, start) as progress:
+            for update in range(start + 1, config.updates + 1):
+                state, metrics = self._one_update(state, update)
+                last = update == config.updates
+                if last or _due(update, config.eval_every):
+                    metrics |= self._evaluate(state, update, draw_grid=last or _due(update, config.sample_every))
+                elif _due(update, config.sample_every):
+                    self._draw_grid(state, update)
+                self.writer.write(update, metrics)
+                progress.update(update, reward=metrics["reward_mean"])
+                self._stop_if_stuck(state, update)
+                stopped = self.interrupt.signal is not None and not last
+                if last or stopped or _due(update, config.checkpoint_every):
+                    self.checkpoints.save(update, state, {"update": update})
+                if stopped:
+                    self._leave(update)
+        self._report(state)
+
+    def _one_update(self, state: TrainState, update: int) -> tuple[TrainState, dict[str, Any]]:
+        """Rollout, rewards, advantages and `updates_per_rollout` optimiser updates; returns the metrics to log."""
+        config, experiment = self.config, self.experiment
+        started = time.perf_counter()
+        prompts = experiment.prompts(update)
+        tokens = experiment.task.encode(prompts)
+        samples, transitions, reference_velocities = experiment.roll_out(state.params, update, tokens)
+        images = to_images(samples)
+        rolled_out = time.perf_counter()
+
+        scores = self.rewards(images, prompts)
+        rewards = sum(weight * scores[name] for name, weight in config.rewards.items())
+        advantages, zero_std = experiment.advantages(jnp.asarray(rewards, jnp.float32))
+        scored = time.perf_counter()
+
+        history, passes = [], 0
+        for inner in range(config.updates_per_rollout):
+            plan = experiment.plan(update, inner)
+            # the rollout's velocities hold for its own parameters only: the first update after it
+            state, metrics = experiment.update(
+                state, transitions, advantages, tokens, plan, reference_velocities, use_cached=inner == 0
+            )
+            history.append(jax.device_get(metrics))
+            passes += plan.num_anchors
+        finished = time.perf_counter()
+        return state, {
+            "reward_mean": _finite_mean(rewards),
+            "reward_std": _finite_std(rewards),
+            **{f"reward/{name}": _finite_mean(values) for name, values in scores.items()},
+            "nonfinite_rewards": int(np.sum(~np.isfinite(rewards))),
+            "zero_std_fraction": zero_std,
+            **_merge(history),
+            "learning_rate": experiment.learning_rate(state.updates),
+            "seconds_rollout": rolled_out - started,
+            "seconds_reward": scored - rolled_out,
+            "seconds_update": finished - scored,
+            "backward_passes": passes,
+            "plan": config.plan,
+        }
+
+    def _evaluate(self, state: TrainState, update: int, draw_grid: bool) -> dict[str, float]:
+        """Means of the evaluation rewards on the fixed held-out prompts, and a grid of the first ones."""
+        images, scores = self.evaluator(self.experiment.evaluated_params(state))
+        if draw_grid:
+            self._save_grid(images, scores, update)
+        return {f"eval/{name}": values["mean"] for name, values in summarise(scores).items()}
+
+    def _draw_grid(self, state: TrainState, update: int) -> None:
+        images = self.evaluator.images(self.experiment.evaluated_params(state), GRID)
+        scores = self.evaluator.rewards(images, self.evaluator.prompts[:GRID])
+        self._save_grid(images, scores, update)
+
+    def _save_grid(self, images: np.ndarray, scores: dict[str, np.ndarray], update: int) -> None:
+        path = self.run_dir / "samples" / f"{update:06d}.png"
+        path.parent.mkdir(exist_ok=True)
+        prompts = self.evaluator.prompts[:GRID]
+        sample_grid(images[:GRID], captions(prompts, {k: v[:GRID] for k, v in scores.items()}), path)
+
+    def _stop_if_stuck(self, state: TrainState, update: int) -> None:
+        skipped = int(state.skipped_in_a_row)
+        if skipped >= self.config.max_skipped_updates:
+            latest = self.checkpoints.latest()
+            kept = "there is no checkpoint yet" if latest is None else f"the checkpoint of update {latest} is kept"
+            raise TrainingError(
+                f"update {update}: {skipped} updates in a row had a loss or gradient that is not finite; {kept}; "
+                f"lower --learning-rate or raise --max-skipped-updates"
+            )
+
+    def _leave(self, update: int) -> None:
+        self.checkpoints.steps()  # waits until the save is on disk
+        print(f"stopped after update {update}; go on with --run-dir {self.run_dir} --resume", file=sys.stderr)
+        sys.exit(128 + self.interrupt.signal)
+
+    def _report(self, state: TrainState) -> None:
+        """report.png, with the same prompts and noise before and after."""
+        before = self.evaluator.images(self.experiment.initial_params, GRID)
+        after = self.evaluator.images(self.experiment.evaluated_params(state), GRID)
+        write_report(self.run_dir, before, after, self.evaluator.prompts[:GRID])
+
+
+def _due(update: int, every: int) -> bool:
+    return every > 0 and update % every == 0
+
+
+def _merge(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """Metrics of a rollout's updates as one: means; the largest ratio deviation; the number of skips."""
+    merged = {name: np.mean([metrics[name] for metrics in history]) for name in history[0]}
+    merged["ratio_max_deviation"] = max(metrics["ratio_max_deviation"] for metrics in history)
+    merged["skipped"] = sum(int(metrics["skipped"]) for metrics in history)
+    if len(history) > 1:
+        for inner, metrics in enumerate(history):
+            merged[f"ratio_max_deviation/{inner}"] = metrics["ratio_max_deviation"]
+    return merged
+
+
+def _finite_mean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+def _finite_std(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.std()) if finite.size else float("nan")
