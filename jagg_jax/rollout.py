@@ -67,7 +67,7 @@ class Trajectory:
         """The `num_steps` steps from `start` on.
 
         Raises:
-          ValueError: a window that is empty or holds a step without noise, such as the last one, which is never trained.
+          ValueError: a window that is empty or holds a step without noise, which the last one always is.
         """
         noisy = self.num_noisy_steps
         if start < 0 or num_steps < 1 or start + num_steps > noisy:

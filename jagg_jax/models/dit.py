@@ -152,8 +152,9 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, N, D] -> [B, N, D]."""
         batch, length, width = x.shape
-        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, width // self.num_heads)
-        query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        # heads outermost: columns sharded over devices are then whole heads
+        qkv = self.qkv(x).reshape(batch, length, self.num_heads, 3, width // self.num_heads)
+        query, key, value = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]
         logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(logits / query.shape[-1] ** 0.5, axis=-1).astype(x.dtype)
         return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, width))

@@ -68,13 +68,12 @@ def gelu(x):
 def reference_attention(p, x, heads):
     width = x.shape[-1]
     size = width // heads
-    query, key, value = np.split(linear(p["qkv"], x), 3, axis=-1)
     out = np.zeros_like(x)
-    for head in range(heads):
-        part = slice(head * size, (head + 1) * size)
-        logits = query[..., part] @ key[..., part].transpose(0, 2, 1) / math.sqrt(size)
+    for head, columns in enumerate(np.split(linear(p["qkv"], x), heads, axis=-1)):
+        query, key, value = np.split(columns, 3, axis=-1)
+        logits = query @ key.transpose(0, 2, 1) / math.sqrt(size)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
-        out[..., part] = weights / weights.sum(-1, keepdims=True) @ value[..., part]
+        out[..., head * size : (head + 1) * size] = weights / weights.sum(-1, keepdims=True) @ value
     return linear(p["out"], out)
 
 

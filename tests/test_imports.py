@@ -1,0 +1,134 @@
+"""The rings of the package: what may import what, and what a user of the core alone needs."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "jagg_jax"
+FILES = sorted(PACKAGE.rglob("*.py"))
+SUBPACKAGES = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+CORE = {"jagg_jax", *(f"jagg_jax.{path.stem}" for path in PACKAGE.glob("*.py"))} - {
+    "jagg_jax.__init__",
+    "jagg_jax.update",
+}
+
+
+def module_name(path: pathlib.Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """All modules a file imports, anywhere in it; `from a import b` counts as a and as a.b."""
+    found = set()
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            found.add(module)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def external(path: pathlib.Path) -> set[str]:
+    """Top-level names that come neither with Python nor with this package."""
+    return {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"jagg_jax", "configs"}
+
+
+def internal(path: pathlib.Path) -> set[str]:
+    """This package's modules that a file imports (names inside a module are dropped)."""
+    modules = {module_name(file) for file in FILES}
+    return {name for name in imports(path) if name in modules}
+
+
+def test_the_core_needs_jax_and_itself():
+    for path in PACKAGE.glob("*.py"):
+        allowed = {"jax", "numpy", "optax"} if path.stem == "update" else {"jax", "numpy"}
+        assert external(path) <= allowed, path.name
+        assert internal(path) <= CORE, path.name
+
+
+@pytest.mark.parametrize("ring", ["models", "rewards", "prompts"])
+def test_nothing_below_imports_the_trainer(ring):
+    paths = sorted((PACKAGE / ring).rglob("*.py"))
+    assert paths
+    for path in paths:
+        above = {name for name in imports(path) if name.startswith(("jagg_jax.training", "jagg_jax.update", "configs"))}
+        assert not above, path
+
+
+def test_nothing_imports_pytorch_or_diffusers():
+    for path in [*FILES, *(ROOT / "configs").glob("*.py"), ROOT / "train.py"]:
+        assert not external(path) & {"torch", "diffusers", "transformers", "tensorflow"}, path
+
+
+def test_imports_go_one_way():
+    """No module of the core is imported, however indirectly, by one it imports."""
+    edges = {module_name(path): internal(path) - {module_name(path)} for path in PACKAGE.glob("*.py")}
+    edges.pop("jagg_jax")
+    order = []
+    while edges:
+        free = sorted(name for name, needs in edges.items() if not (needs & edges.keys()))
+        assert free, f"a cycle among {sorted(edges)}"
+        order += free
+        for name in free:
+            del edges[name]
+    assert order.index("jagg_jax.plans") < order.index("jagg_jax.backward") < order.index("jagg_jax.update")
+
+
+def test_only_the_trainer_reads_the_environment():
+    """Neither environment variables nor a mesh below training."""
+    for path in FILES:
+        if "training" in path.relative_to(PACKAGE).parts:
+            continue
+        used = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not used & {"environ", "getenv", "make_mesh", "set_mesh"}, path
+
+
+def test_the_core_imports_with_jax_and_numpy_alone():
+    """In a fresh interpreter that refuses everything the trainer needs."""
+    allowed = {"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "opt_einsum"}
+    refused = {
+        "flax",
+        "optax",
+        "orbax",
+        "tyro",
+        "chex",
+        "torch",
+        "diffusers",
+        "rich",
+        "matplotlib",
+        "tensorboardX",
+        "PIL",
+    }
+    program = f"""
+import importlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {sorted(refused)!r}:
+            raise ImportError(name + " is refused")
+sys.meta_path.insert(0, Refuse())
+for name in {sorted(CORE)!r}:
+    importlib.import_module(name)
+import jagg_jax
+assert all(hasattr(jagg_jax, name) for name in jagg_jax.__all__)
+try:
+    import optax
+except ImportError:
+    print("refused")
+import sysconfig
+site = sysconfig.get_paths()["purelib"]
+tops = {{name.split(".")[0] for name, module in sys.modules.items() if (getattr(module, "__file__", None) or "").startswith(site)}}
+print(sorted(tops - {sorted(allowed)!r} if False else tops - set({sorted(allowed)!r})))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    assert result.stdout.splitlines()[0] == "refused"
