@@ -61,6 +61,15 @@ def expand(values: jax.Array, like: jax.Array) -> jax.Array:
     return values if values.ndim == 0 else values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
 
+def rounded(product: jax.Array) -> jax.Array:
+    """A float32 product that is about to be added to something, rounded to 22 bits of mantissa.
+
+    Compilers contract a product and an addition into one fused multiply-add, which rounds once instead of twice, where
+    it suits the program around it. A product that is rounded in between has the same bits in every program.
+    """
+    return jax.lax.reduce_precision(product, exponent_bits=8, mantissa_bits=22)
+
+
 def sample_mean(values: jax.Array) -> jax.Array:
     """Mean over all elements of each sample, [B, ...] -> float32 [B], summed in an order that nothing changes.
 
@@ -69,12 +78,12 @@ def sample_mean(values: jax.Array) -> jax.Array:
     in the rollout, in any micro-batch and on any number of devices.
     """
     values = values.astype(jnp.float32).reshape(values.shape[0], -1)
-    # divided first: a division after the sum would be contracted into whatever the caller adds, or not
-    values = values / values.shape[1]
+    # scaled before the sum: afterwards it would be one more product that a caller's addition may be fused with
+    values = rounded(values * (1.0 / values.shape[1]))
     while values.shape[1] > 1:
         terms = min(8, values.shape[1])
         values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % terms)))
-        # a barrier a level: no multiplication is contracted into an addition, and no level is fused into the next
+        # a barrier a level: none is fused into the next, whose code would repeat it eight times
         columns = jax.lax.optimization_barrier(values.reshape(values.shape[0], terms, -1))
         values = functools.reduce(operator.add, (columns[:, term] for term in range(terms)))
     return jax.lax.optimization_barrier(values[:, 0])
@@ -129,14 +138,15 @@ class _EulerMaruyama(abc.ABC):
         level = expand(sigma, latents)
         step = level - expand(sigma_next, latents)
         drift = scale**2 / (2.0 * level)
-        mean = x * (1.0 - drift * step) - v * (1.0 + drift * (1.0 - level)) * step
-        std = scale * jnp.sqrt(step)
+        kept = rounded(x * (1.0 - rounded(drift * step)))
+        mean = kept - rounded(v * (1.0 + rounded(drift * (1.0 - level))) * step)
+        std = rounded(scale * jnp.sqrt(step))
         return mean, std.reshape(jnp.shape(sigma))
 
     def log_prob(self, next_latents, mean, std):
         """Gaussian log-density of `next_latents`, averaged over the elements of a sample: float32 [B]."""
         std = jnp.asarray(std, jnp.float32)
-        distance = (next_latents.astype(jnp.float32) - mean) / expand(std, mean)
+        distance = (next_latents.astype(jnp.float32) - mean) * expand(1.0 / std, mean)
         return -0.5 * sample_mean(distance**2) - jnp.log(std) - LOG_SQRT_2PI
 
 
@@ -149,7 +159,7 @@ class FlowSDE(_EulerMaruyama):
     def noise_scale(self, sigma, sigma_next):
         """s, float32, shaped like `sigma`."""
         sigma, sigma_next = jnp.asarray(sigma, jnp.float32), jnp.asarray(sigma_next, jnp.float32)
-        return self.noise_level * jnp.sqrt(sigma / (1.0 - jnp.where(sigma == 1.0, sigma_next, sigma)))
+        return rounded(self.noise_level * jnp.sqrt(sigma / (1.0 - jnp.where(sigma == 1.0, sigma_next, sigma))))
 
 
 class DanceSDE(_EulerMaruyama):
@@ -188,8 +198,8 @@ class CPS:
         x, v = latents.astype(jnp.float32), velocity.astype(jnp.float32)
         level, level_next = expand(sigma, latents), expand(sigma_next, latents)
         angle = 0.5 * math.pi * self.noise_level
-        clean, noise = x - level * v, x + (1.0 - level) * v
-        mean = (1.0 - level_next) * clean + level_next * math.cos(angle) * noise
+        clean, noise = x - rounded(level * v), x + rounded((1.0 - level) * v)
+        mean = rounded((1.0 - level_next) * clean) + rounded(level_next * math.cos(angle) * noise)
         return mean, jnp.broadcast_to(jnp.asarray(sigma_next, jnp.float32) * math.sin(angle), jnp.shape(sigma))
 
     def log_prob(self, next_latents, mean, std):

@@ -176,7 +176,7 @@ def apply_gradient(
     Returns:
       The new state and the metrics `grad_norm` (before any clipping in the optimiser) and `skipped` (0 or 1).
     """
-    grad_norm = optax.tree.norm(gradient)
+    grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     # Optax's Adam raises a float to an integer power, which strict promotion refuses
     with jax.numpy_dtype_promotion("standard"):

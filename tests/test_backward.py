@@ -1,11 +1,13 @@
 """The planned VJP against the reference numbers, against plain autodiff, and where theory says that it is exact."""
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import group, load_reference, mlp, mlp_params, planned_gradient
+from small_models import group, load_reference, mlp, mlp_params, normal, planned_gradient
 
 from jagg_jax import (
     BackwardPlan,
@@ -23,18 +25,16 @@ from jagg_jax import (
     subset_plan,
 )
 
-PARAMS = mlp_params(jax.random.key(0))
+PARAMS = mlp_params()
 LATENTS, SIGMAS, COND, COTANGENTS = group()
 
 
-def vjp_of(velocity_fn, plan, **options):
-    """Compiled (params, latents, sigmas, cond, cotangents) -> (velocities, gradient)."""
-
-    def run(params, latents, sigmas, cond, cotangents):
-        velocities, vjp_fn = planned_vjp(velocity_fn, params, latents, sigmas, cond, plan=plan, **options)
-        return velocities, vjp_fn(cotangents)
-
-    return jax.jit(run)
+@partial(jax.jit, static_argnames="batch_anchors")
+def planned(plan, params, latents, sigmas, cond, cotangents, cached=None, batch_anchors=None):
+    """Velocities and gradient; the plan is an argument, so that its values are traced."""
+    options = {"plan": plan, "cached": cached, "batch_anchors": batch_anchors}
+    velocities, vjp_fn = planned_vjp(mlp, params, latents, sigmas, cond, **options)
+    return velocities, vjp_fn(cotangents)
 
 
 @jax.jit
@@ -107,7 +107,7 @@ def test_the_authors_group_gradient(name, through):
 
 def test_identity_is_plain_autodiff():
     arguments = (PARAMS, LATENTS, SIGMAS, COND, COTANGENTS)
-    chex.assert_trees_all_close(vjp_of(mlp, exact_plan(5))(*arguments), plain(*arguments), rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(planned(exact_plan(5), *arguments), plain(*arguments), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("steps_per_group", [1, 2])
@@ -115,7 +115,7 @@ def test_groups_of_one_and_two_are_exact(steps_per_group):
     arguments = (PARAMS, LATENTS, SIGMAS, COND, COTANGENTS)
     expected = plain(*arguments)
     plan = jagg_plan(SIGMAS, steps_per_group)
-    chex.assert_trees_all_close(vjp_of(mlp, plan)(*arguments), expected, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(planned(plan, *arguments), expected, rtol=1e-5, atol=1e-5)
     part = (LATENTS[:steps_per_group], SIGMAS[:steps_per_group], COND)
     gradient = jax.jit(lambda p: jagg_vjp(mlp, p, *part)[1](COTANGENTS[:steps_per_group]))(PARAMS)
     short = plain(PARAMS, *part, COTANGENTS[:steps_per_group])[1]
@@ -124,7 +124,7 @@ def test_groups_of_one_and_two_are_exact(steps_per_group):
 
 def test_three_steps_are_not_exact():
     arguments = (PARAMS, LATENTS, SIGMAS, COND, COTANGENTS)
-    gradient, expected = vjp_of(mlp, jagg_plan(SIGMAS, 3))(*arguments)[1], plain(*arguments)[1]
+    gradient, expected = planned(jagg_plan(SIGMAS, 3), *arguments)[1], plain(*arguments)[1]
     assert np.linalg.norm(gradient["in"] - expected["in"]) > 0.05 * np.linalg.norm(expected["in"])
 
 
@@ -134,18 +134,11 @@ def test_any_plan_against_one_vjp_an_anchor(make):
         "jagg": lambda: jagg_plan(SIGMAS, 3, alpha="index"),
         "hat": lambda: hat_plan(SIGMAS, 3, phase=1),
         "subset": lambda: subset_plan(jax.random.key(3), 5, 3),
-        "arbitrary": lambda: BackwardPlan(jnp.array([4, 1, 3]), jax.random.normal(jax.random.key(5), (5, 3))),
+        "arbitrary": lambda: BackwardPlan(jnp.array([4, 1, 3]), normal(5, (5, 3))),
     }[make]()
     arguments = (PARAMS, LATENTS, SIGMAS, COND, COTANGENTS)
-
-    # the plan is an argument: its values may be traced
-    @jax.jit
-    def run(plan, params, latents, sigmas, cond, cotangents):
-        velocities, vjp_fn = planned_vjp(mlp, params, latents, sigmas, cond, plan=plan)
-        oracle = planned_gradient(mlp, params, latents, sigmas, cond, cotangents, plan)
-        return velocities, vjp_fn(cotangents), oracle
-
-    velocities, gradient, expected = run(plan, *arguments)
+    velocities, gradient = planned(plan, *arguments)
+    expected = jax.jit(partial(planned_gradient, mlp))(*arguments, plan)
     chex.assert_trees_all_close(velocities, plain(*arguments)[0], rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
@@ -156,7 +149,7 @@ def affine(params, latents, sigma, cond):
 
 def on_a_line(weights):
     """Latents between two fixed endpoints, at `weights` from the first to the last."""
-    first, last = jax.random.normal(jax.random.key(7), (2, 4, 5))
+    first, last = normal(7, (2, 4, 5))
     return first[None] + weights[:, None, None] * (last - first)[None]
 
 
@@ -165,12 +158,8 @@ def test_affine_field_on_the_chord(num_steps):
     """Exact with weights linear in sigma, and measurably not with weights linear in the index, at shift 3."""
     sigmas = flow_sigmas(num_steps + 2, 3.0)[:num_steps]
     latents = on_a_line((sigmas[0] - sigmas) / (sigmas[0] - sigmas[-1]))
-    keys = jax.random.split(jax.random.key(1), 3)
-    params = {
-        name: jax.random.normal(key, (n, 5))
-        for name, key, n in zip(("in", "time", "cond"), keys, (5, 1, 3), strict=True)
-    }
-    cotangents = jax.random.normal(jax.random.key(2), latents.shape)
+    params = {name: normal(n, (n, 5)) for name, n in (("in", 5), ("time", 1), ("cond", 3))}
+    cotangents = normal(2, latents.shape)
 
     @jax.jit
     def gradients(p):
@@ -210,22 +199,21 @@ def test_gradient_does_not_depend_on_batch_anchors(cached):
     known = plain(*arguments)[0] if cached else None
     plan = hat_plan(SIGMAS, 3, phase=1)
     assert plan.num_anchors == 4
-    expected = vjp_of(mlp, plan, cached=known)(*arguments)
-    for batch_anchors in (1, 2, 3, 4, 9):
-        result = vjp_of(mlp, plan, cached=known, batch_anchors=batch_anchors)(*arguments)
+    expected = planned(plan, *arguments, cached=known)
+    for batch_anchors in (1, 2, 3):
+        result = planned(plan, *arguments, cached=known, batch_anchors=batch_anchors)
         chex.assert_trees_all_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_cached_velocities_come_back_as_they_are():
-    known = jax.random.normal(jax.random.key(8), LATENTS.shape)
+    known = normal(8, LATENTS.shape)
+    arguments, plan = (PARAMS, LATENTS, SIGMAS, COND, COTANGENTS), jagg_plan(SIGMAS, 5)
+    _, expected = planned(plan, *arguments)
     for batch_anchors in (None, 1):
-        velocities, vjp_fn = planned_vjp(
-            mlp, PARAMS, LATENTS, SIGMAS, COND, plan=jagg_plan(SIGMAS, 5), cached=known, batch_anchors=batch_anchors
-        )
+        velocities, gradient = planned(plan, *arguments, cached=known, batch_anchors=batch_anchors)
         np.testing.assert_array_equal(velocities, known)
-    # and the gradient is still the one at the parameters
-    expected = jagg_vjp(mlp, PARAMS, LATENTS, SIGMAS, COND)[1](COTANGENTS)
-    chex.assert_trees_all_close(vjp_fn(COTANGENTS), expected, rtol=1e-4, atol=1e-5)
+        # and the gradient is still the one at the parameters
+        chex.assert_trees_all_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -256,7 +244,7 @@ def test_planned_velocities_differentiates_params_and_cond_only():
         return jax.grad(loss, argnums=(0, 1, 2, 3))(params, latents, sigmas, cond)
 
     by_params, by_latents, by_sigmas, by_cond = gradients(PARAMS, LATENTS, SIGMAS, COND)
-    expected = vjp_of(mlp, plan)(PARAMS, LATENTS, SIGMAS, COND, COTANGENTS)[1]
+    expected = planned(plan, PARAMS, LATENTS, SIGMAS, COND, COTANGENTS)[1]
     chex.assert_trees_all_close(by_params, expected, rtol=1e-4, atol=1e-5)
     assert not np.any(by_latents)
     assert not np.any(by_sigmas)

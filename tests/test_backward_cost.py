@@ -10,7 +10,7 @@ from small_models import group, mlp, mlp_params
 
 from jagg_jax import exact_plan, hat_plan, jagg_plan, jagg_velocities, jagg_vjp, planned_vjp
 
-PARAMS = mlp_params(jax.random.key(0))
+PARAMS = mlp_params()
 LATENTS, SIGMAS, COND, COTANGENTS = group()
 
 
@@ -92,7 +92,7 @@ HIDDEN, BATCH, FEATURES = 1024, 64, 4
 
 def temporary_bytes(num_steps, plan_fn, **options):
     """Temporary memory of one compiled gradient whose cotangents depend on all velocities."""
-    params = jax.eval_shape(lambda: mlp_params(jax.random.key(0), FEATURES, HIDDEN))
+    params = mlp_params(0, FEATURES, HIDDEN)
     latents = jax.ShapeDtypeStruct((num_steps, BATCH, FEATURES), jnp.float32)
     cond = jax.ShapeDtypeStruct((BATCH, 3), jnp.float32)
     sigmas = jnp.linspace(0.9, 0.1, num_steps)

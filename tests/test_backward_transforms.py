@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from small_models import group, mlp, mlp_params
+from small_models import group, mlp, mlp_params, normal
 
 from jagg_jax import jagg_plan, jagg_velocities, jagg_vjp, planned_velocities, planned_vjp, sigma_alphas, subset_plan
 
-PARAMS = mlp_params(jax.random.key(0))
+PARAMS = mlp_params()
 LATENTS, SIGMAS, COND, COTANGENTS = group()
 
 
@@ -66,8 +66,7 @@ def test_scan_over_groups(expected):
 @pytest.mark.parametrize("frozen_in", ["closure", "cond"])
 def test_partial_parameters(frozen_in):
     """LoRA: only two thin factors learn. Their gradient follows from that of the full matrix by the chain rule."""
-    keys = jax.random.split(jax.random.key(4), 2)
-    lora = {"a": jax.random.normal(keys[0], (5, 2)), "b": 0.1 * jax.random.normal(keys[1], (2, 16))}
+    lora = {"a": normal(4, (5, 2)), "b": 0.1 * normal(5, (2, 16))}
 
     def merged(lora, base):
         return {**base, "in": base["in"] + lora["a"] @ lora["b"]}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from small_models import mlp, mlp_params
+from small_models import mlp, mlp_params, normal
 
 from jagg_jax import (
     CPS,
@@ -15,7 +15,6 @@ from jagg_jax import (
     FlowSDE,
     flow_sigmas,
     group_advantages,
-    initial_noise,
     jagg_plan,
     rollout,
     with_guidance,
@@ -30,9 +29,9 @@ PLAN = jagg_plan(SIGMAS[:NUM_STEPS], NUM_STEPS)
 def problem(batch, shape, dtype, guidance):
     """A velocity function with and without guidance, its parameters, keys and conditions."""
     features = int(np.prod(shape))
-    params = mlp_params(jax.random.key(0), features, dtype=dtype)
+    params = mlp_params(0, features, dtype=dtype)
     keys = jax.random.split(jax.random.key(1), batch)
-    cond = jax.random.normal(jax.random.key(2), (batch, 3))
+    cond = normal(2, (batch, 3))
     if guidance is None:
         return mlp, params, keys, (cond,)
     return with_guidance(mlp, guidance), params, keys, (cond, jnp.zeros_like(cond))
@@ -83,7 +82,7 @@ CASES = [
 @pytest.mark.parametrize(("sampler", "model", "storage", "guidance", "num_micro_batches", "shape"), CASES)
 def test_ratio_is_exactly_one(sampler, model, storage, guidance, num_micro_batches, shape):
     velocity_fn, params, keys, cond = problem(6, shape, model, guidance)
-    noise = initial_noise(keys, shape, storage)
+    noise = normal(3, (6, *shape), storage)
     kl = "exact" if num_micro_batches == 3 else None
     transitions, gradient, metrics = first_update(
         velocity_fn, sampler, params, noise, keys, cond, num_micro_batches, kl
@@ -93,28 +92,17 @@ def test_ratio_is_exactly_one(sampler, model, storage, guidance, num_micro_batch
     assert all(np.any(leaf != 0) and np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("num_micro_batches", [2, 4])
-def test_any_number_of_micro_batches(num_micro_batches):
-    velocity_fn, params, keys, cond = problem(8, (21,), jnp.float32, None)
-    noise = initial_noise(keys, (21,))
-    *_, metrics = first_update(velocity_fn, FlowSDE(0.7), params, noise, keys, cond, num_micro_batches)
-    assert_ratio_is_one(metrics)
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 7)])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("axis_type", "shape"), [(AxisType.Auto, (5,)), (AxisType.Explicit, (5,)), (AxisType.Explicit, (3, 7))]
+)
 def test_one_sample_a_device(axis_type, shape):
-    """Micro-batches of one sample a device, whose number of elements is no power of two: the compiler's hardest case."""
+    """Micro-batches of one sample a device, whose number of elements is no power of two, once broke it."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     velocity_fn, params, keys, cond = problem(16, shape, jnp.float32, None)
-    noise = initial_noise(keys, shape)
-    *_, gradient, metrics = first_update(velocity_fn, FlowSDE(0.7), params, noise, keys, cond, 2)
-    assert_ratio_is_one(metrics)
+    noise = normal(3, (16, *shape))
     with jax.set_mesh(mesh):
         keys, cond, noise = jax.device_put((keys, cond, noise), NamedSharding(mesh, PartitionSpec("data")))
         params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-        *_, sharded_gradient, metrics = first_update(velocity_fn, FlowSDE(0.7), params, noise, keys, cond, 2)
+        *_, gradient, metrics = first_update(velocity_fn, FlowSDE(0.7), params, noise, keys, cond, 2)
     assert_ratio_is_one(metrics)
-    for name, leaf in gradient.items():
-        np.testing.assert_allclose(sharded_gradient[name], leaf, rtol=1e-3, atol=1e-6)
-        assert jax.typeof(sharded_gradient[name]) == jax.typeof(params[name])
+    assert jax.tree.map(jax.typeof, gradient) == jax.tree.map(jax.typeof, params)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_models import normal
 
 from jagg_jax import CPS, ODE, DanceSDE, FlowSDE, group_advantages, grpo_loss, kl_to_reference
 from jagg_jax.grpo import ADVANTAGE_STDS, KL_KINDS, zero_std_fraction
@@ -74,7 +76,7 @@ def test_a_bad_reward_never_reaches_another_sample(std):
 @pytest.mark.parametrize("std", ADVANTAGE_STDS)
 def test_prompts_that_teach_nothing(std):
     def advantages(values, num_generations):
-        return np.asarray(group_advantages(jnp.asarray(values, jnp.float32), num_generations, std))
+        return np.asarray(compiled(jnp.asarray(values, jnp.float32), num_generations, std, 5.0))
 
     # a group of one; equal rewards; one valid reward; rewards that agree to float noise
     assert not np.any(advantages([3.0, 7.0], 1))
@@ -90,7 +92,7 @@ def test_prompts_that_teach_nothing(std):
 @pytest.mark.parametrize("std", ADVANTAGE_STDS)
 def test_huge_rewards(std):
     rewards = jnp.array([1e30, -1e30, 0.0, 5e29, 1.0, 2.0, 3.0, 4.0])
-    advantages = np.asarray(group_advantages(rewards, 4, std))
+    advantages = np.asarray(compiled(rewards, 4, std, 5.0))
     assert np.all(np.isfinite(advantages))
     assert np.abs(advantages).max() <= 5.0 * (1 + 1e-6)
     np.testing.assert_allclose(advantages.reshape(2, 4).sum(axis=1), 0.0, atol=2e-6)
@@ -99,7 +101,7 @@ def test_huge_rewards(std):
         expected = np.array([1.0, -1.0, 0.0, 0.5])
         np.testing.assert_allclose(advantages[:4], (expected - expected.mean()) / expected.std(), rtol=1e-5)
     # at the end of the float32 range nothing but the prompt itself is lost
-    edge = np.asarray(group_advantages(rewards.at[:4].multiply(3e8), 4, std))
+    edge = np.asarray(compiled(rewards.at[:4].multiply(3e8), 4, std, 5.0))
     assert np.all(np.isfinite(edge))
 
 
@@ -111,6 +113,16 @@ def test_clip_and_zero_sum_together():
     bounded = np.asarray(group_advantages(rewards, 32, clip=5.0))
     np.testing.assert_allclose(bounded, free * (5.0 / free.max()), rtol=1e-5)
     assert abs(bounded.sum()) < 1e-5
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_prompts_that_straddle_devices(axis_type):
+    rewards = normal(0, (16,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(rewards, NamedSharding(mesh, PartitionSpec("data")))
+        advantages = jax.device_get(compiled(sharded, 4, "group", 5.0))
+    np.testing.assert_allclose(advantages, compiled(rewards, 4, "group", 5.0), rtol=1e-5, atol=1e-6)
 
 
 def numpy_loss(log_prob, old, advantages, low, high):
@@ -129,9 +141,7 @@ def numpy_loss(log_prob, old, advantages, low, high):
 @pytest.mark.parametrize("clip_range", [0.1, (0.05, 0.3), (0.3, 0.02)])
 @pytest.mark.parametrize("shape", [(12,), (5, 12)])
 def test_loss_against_numpy(shape, clip_range):
-    keys = jax.random.split(jax.random.key(0), 3)
-    log_prob, old = 0.3 * jax.random.normal(keys[0], shape), 0.1 * jax.random.normal(keys[1], shape)
-    advantages = jax.random.normal(keys[2], shape[-1:])
+    log_prob, old, advantages = 0.3 * normal(0, shape), 0.1 * normal(1, shape), normal(2, shape[-1:])
     loss_fn = jax.value_and_grad(lambda lp: grpo_loss(lp, old, advantages, clip_range), has_aux=True)
     (loss, metrics), gradient = loss_fn(log_prob)
     low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
@@ -153,8 +163,7 @@ def test_first_update_is_the_plain_policy_gradient(clip_range):
 
 
 def kl_problem():
-    keys = jax.random.split(jax.random.key(2), 3)
-    velocity, reference, latents = (jax.random.normal(key, (2, 3, 2)) for key in keys)
+    velocity, reference, latents = (normal(seed, (2, 3, 2)) for seed in range(3))
     return velocity, reference, latents, jnp.float32(0.8), jnp.float32(0.6)
 
 
@@ -204,7 +213,7 @@ def test_exact_divergence_is_that_of_two_gaussians():
     (mean, std), (reference_mean, _) = (
         sampler.transition(v, latents, sigma, sigma_next) for v in (velocity, reference)
     )
-    draws = mean[None] + std * jax.random.normal(jax.random.key(5), (20000, *mean.shape))
+    draws = mean[None] + std * normal(5, (20000, *mean.shape))
     log_prob = jax.vmap(sampler.log_prob, (0, None, None))
     sampled = (log_prob(draws, mean, std) - log_prob(draws, reference_mean, std)).mean(axis=0)
     exact = kl_to_reference("exact", sampler, velocity, reference, latents, sigma, sigma_next)

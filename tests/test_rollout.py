@@ -1,32 +1,39 @@
 """Rollouts: what is stored, what is scored, where the noise goes, and whose key it comes from."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import mlp, mlp_params
+from small_models import mlp, mlp_params, normal
 
 from jagg_jax import CPS, ODE, DanceSDE, FlowSDE, flow_sigmas, initial_noise, rollout
 from jagg_jax.rollout import step_log_probs
 
-PARAMS = mlp_params(jax.random.key(0))
+PARAMS = mlp_params()
 SIGMAS = flow_sigmas(5, 3.0)
 KEYS = jax.random.split(jax.random.key(1), 6)
 NOISE = initial_noise(KEYS, (5,))
-COND = jax.random.normal(jax.random.key(2), (6, 3))
+COND = normal(2, (6, 3))
 SAMPLERS = [FlowSDE(0.7), DanceSDE(0.3), CPS(0.5)]
 
 
-def sample(sampler, noise=NOISE, keys=KEYS, cond=COND, params=PARAMS, **options):
-    run = jax.jit(lambda *args: rollout(mlp, args[0], args[1], SIGMAS, args[2], args[3], sampler=sampler, **options))
-    return run(params, noise, keys, cond)
+@partial(jax.jit, static_argnames=("sampler", "num_noisy_steps", "keep_velocities"))
+def draw(noise, keys, cond, sampler, num_noisy_steps, keep_velocities):
+    options = {"sampler": sampler, "num_noisy_steps": num_noisy_steps, "keep_velocities": keep_velocities}
+    return rollout(mlp, PARAMS, noise, SIGMAS, keys, cond, **options)
+
+
+def sample(sampler, noise=NOISE, keys=KEYS, cond=COND, num_noisy_steps=None, keep_velocities=True):
+    return draw(noise, keys, cond, sampler, num_noisy_steps, keep_velocities)
 
 
 @pytest.mark.parametrize("storage", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_what_is_scored_is_what_is_stored(sampler, storage):
     """Log-probabilities follow, step by step, from the stored states and velocities alone."""
-    trajectory = sample(sampler, noise=NOISE.astype(storage), keep_velocities=True)
+    trajectory = sample(sampler, noise=NOISE.astype(storage))
     assert trajectory.latents.dtype == storage
     assert trajectory.latents.shape == (6, 6, 5)
     assert trajectory.log_probs.dtype == jnp.float32
@@ -43,11 +50,11 @@ def test_what_is_scored_is_what_is_stored(sampler, storage):
 
 @pytest.mark.parametrize("sampler", [*SAMPLERS, ODE()])
 def test_last_step_is_a_plain_euler_step(sampler):
-    trajectory = sample(sampler, keep_velocities=True)
+    trajectory = sample(sampler)
     expected = trajectory.latents[-2] - SIGMAS[-2] * trajectory.velocities[-1]
     np.testing.assert_allclose(trajectory.samples, expected, rtol=1e-5, atol=1e-6)
     assert not np.any(trajectory.log_probs[-1])
-    other = sample(sampler, keys=jax.random.split(jax.random.key(9), 6), keep_velocities=True)
+    other = sample(sampler, keys=jax.random.split(jax.random.key(9), 6))
     assert np.array_equal(other.latents[1], trajectory.latents[1]) == (not sampler.has_log_prob)
     trainable = 4 if sampler.has_log_prob else 0
     assert trajectory.num_noisy_steps == trainable
@@ -56,7 +63,7 @@ def test_last_step_is_a_plain_euler_step(sampler):
 
 
 def test_steps_without_noise_are_not_trainable():
-    trajectory = sample(FlowSDE(0.7), num_noisy_steps=2, keep_velocities=True)
+    trajectory = sample(FlowSDE(0.7), num_noisy_steps=2)
     assert np.all(trajectory.log_probs[:2] != 0.0)
     assert not np.any(trajectory.log_probs[2:])
     for i in range(2, 5):
@@ -70,7 +77,7 @@ def test_steps_without_noise_are_not_trainable():
 
 
 def test_transitions_are_a_window():
-    trajectory = sample(FlowSDE(0.7), keep_velocities=True)
+    trajectory = sample(FlowSDE(0.7))
     window = trajectory.transitions(2, start=1)
     np.testing.assert_array_equal(window.latents, trajectory.latents[1:3])
     np.testing.assert_array_equal(window.next_latents, trajectory.latents[2:4])
@@ -78,17 +85,18 @@ def test_transitions_are_a_window():
     np.testing.assert_array_equal(window.next_sigmas, SIGMAS[2:4])
     np.testing.assert_array_equal(window.log_probs, trajectory.log_probs[1:3])
     np.testing.assert_array_equal(window.velocities, trajectory.velocities[1:3])
-    assert sample(FlowSDE(0.7)).velocities is None
-    assert sample(FlowSDE(0.7)).transitions(4).velocities is None
+    without = sample(FlowSDE(0.7), keep_velocities=False)
+    assert without.velocities is None
+    assert without.transitions(4).velocities is None
 
 
 @pytest.mark.parametrize("sampler", [FlowSDE(0.7), CPS(0.5)])
 def test_a_sample_depends_on_its_own_key_alone(sampler):
     """Permuting keys, noise and cond permutes every output bit for bit; another neighbour changes nothing."""
-    trajectory = sample(sampler, keep_velocities=True)
+    trajectory = sample(sampler)
     order = jnp.array([3, 0, 5, 1, 4, 2])
     keys = KEYS[order]
-    permuted = sample(sampler, noise=initial_noise(keys, (5,)), keys=keys, cond=COND[order], keep_velocities=True)
+    permuted = sample(sampler, noise=initial_noise(keys, (5,)), keys=keys, cond=COND[order])
     for name in ("latents", "log_probs", "velocities"):
         np.testing.assert_array_equal(getattr(permuted, name), getattr(trajectory, name)[:, order], err_msg=name)
     neighbours = sample(sampler, keys=KEYS.at[1:].set(jax.random.split(jax.random.key(7), 5)))
@@ -135,7 +143,7 @@ def test_noise_has_the_mean_and_std_of_the_transition(sampler):
 
 def test_step_log_probs_are_differentiable():
     """The gradient of the score is the analytic one: d log p / d v = (x' - mean) / std^2 * d mean / d v / count."""
-    trajectory = sample(FlowSDE(0.7), keep_velocities=True)
+    trajectory = sample(FlowSDE(0.7))
     steps = trajectory.transitions(4)
     sampler = FlowSDE(0.7)
 
