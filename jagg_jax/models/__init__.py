@@ -1,6 +1,6 @@
 """Flax modules, pure functions made of them, and their weights on disk."""
 
-from jagg_jax.models.dit import DiT, DiTConfig
+from jagg_jax.models.dit import TENSOR_RULES, DiT, DiTConfig
 from jagg_jax.models.functional import Params, VelocityFn, as_function, count_parameters
 from jagg_jax.models.weights import (
     LoadedModel,
@@ -12,6 +12,7 @@ from jagg_jax.models.weights import (
 )
 
 __all__ = [
+    "TENSOR_RULES",
     "DiT",
     "DiTConfig",
     "LoadedModel",

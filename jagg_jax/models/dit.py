@@ -160,6 +160,17 @@ class Attention(nnx.Module):
         return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, width))
 
 
+# Which axis of which parameter is split over the tensor axis of a mesh: attention heads and the MLP's hidden columns.
+TENSOR_RULES = {
+    r"attention\.qkv\.kernel$": 1,
+    r"attention\.qkv\.bias$": 0,
+    r"attention\.out\.kernel$": 0,
+    r"mlp_in\.kernel$": 1,
+    r"mlp_in\.bias$": 0,
+    r"mlp_out\.kernel$": 0,
+}
+
+
 class Block(nnx.Module):
     """x += gate*attention(norm(x)); x += gate*mlp(norm(x)); gates start at zero, so a new block is the identity."""
 

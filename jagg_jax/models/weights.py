@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +62,15 @@ def save_weights(path: str | os.PathLike, params: Any, metadata: Mapping[str, st
         raise
 
 
-def load_weights(path: str | os.PathLike, like: Any) -> Any:
+def load_weights(
+    path: str | os.PathLike, like: Any, place: Callable[[str, np.ndarray], jax.Array] | None = None
+) -> Any:
     """Reads the tensors of `path` into the tree of `like`.
 
     Args:
       path: a safetensors file written by `save_weights`.
       like: pytree of arrays or `jax.ShapeDtypeStruct`; gives names, shapes and dtypes.
+      place: puts a tensor, given its dotted name, on devices; on the default device when left out.
     Returns: the tree of `like` with the file's arrays (`jax.Array`), bit for bit.
     Raises:
       ValueError: no safetensors file, a damaged one, or tensors that are missing, unexpected, misshapen, of the wrong
@@ -92,7 +95,8 @@ def load_weights(path: str | os.PathLike, like: Any) -> Any:
         "not finite": _non_finite(tensors),
     }
     _refuse(path, faults)
-    return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(tensors[name]) for name in expected])
+    place = place or (lambda _, tensor: jax.numpy.asarray(tensor))
+    return jax.tree.unflatten(jax.tree.structure(like), [place(name, tensors[name]) for name in expected])
 
 
 def read_metadata(path: str | os.PathLike) -> dict[str, str]:
@@ -105,12 +109,19 @@ def model_metadata(config: DiTConfig, task: str) -> dict[str, str]:
     return {"task": task, "model": json.dumps(dataclasses.asdict(config))}
 
 
-def load_model(path: str | os.PathLike, *, dtype: str | None = None, remat: bool | None = None) -> LoadedModel:
+def load_model(
+    path: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    remat: bool | None = None,
+    place: Callable[[str, np.ndarray], jax.Array] | None = None,
+) -> LoadedModel:
     """Rebuilds a `DiT` from a weights file alone.
 
     Args:
       path: a file written by `save_weights` with `model_metadata`.
       dtype, remat: replace the stored compute type and rematerialisation (they change no weight).
+      place: as `load_weights`.
     Raises:
       ValueError: no such file, a damaged one, one without a model's metadata, or tensors that do not fit it.
     """
@@ -124,7 +135,7 @@ def load_model(path: str | os.PathLike, *, dtype: str | None = None, remat: bool
         raise ValueError(f"{path}: its model configuration is not valid: {error}") from error
     # Abstract: the random initial weights would be thrown away.
     velocity_fn, like = as_function(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))))
-    return LoadedModel(config, metadata["task"], velocity_fn, load_weights(path, like))
+    return LoadedModel(config, metadata["task"], velocity_fn, load_weights(path, like, place))
 
 
 def _read(path: str | os.PathLike, with_tensors: bool = True) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -107,6 +107,11 @@ def _run_training(name: str) -> Callable[[TrainConfig], None]:
     def run(config: TrainConfig) -> None:
         # `train` checks the same; here a mistake is told before the training code is even imported.
         validate(config)
+        if config.dry_run:
+            from jagg_jax.training.dry_run import dry_run
+
+            dry_run(config)
+            return
         check_run_dir(config)
         from jagg_jax.training.loop import train
 

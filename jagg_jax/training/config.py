@@ -62,6 +62,9 @@ class TrainConfig:
     overwrite: bool = False
     """Delete the run that --run-dir already holds."""
 
+    dry_run: bool = False
+    """Compile and print what the run would do and need on each device; train and write nothing."""
+
     updates: int = 100
     """Rollouts to train on."""
     batch_size: int = 64
@@ -137,6 +140,23 @@ class TrainConfig:
     """The gradient is scaled down to at most this global norm."""
     ema_decay: float = 0.0
     """Decay an update of the averaged weights that evaluation uses; 0 evaluates the trained weights themselves."""
+
+    distributed: Literal["none", "auto", "manual"] = "none"
+    """Several processes: auto finds the others on a TPU pod or under SLURM, manual asks for the next three settings."""
+    coordinator: str = ""
+    """HOST:PORT of process 0, where all processes meet (--distributed manual)."""
+    num_processes: int = 1
+    """Processes in all (--distributed manual)."""
+    process_id: int = 0
+    """This process, from 0 (--distributed manual)."""
+    data: int = -1
+    """Devices over which the batch is split and parameters are repeated; -1 takes all that the other two leave."""
+    fsdp: int = 1
+    """Devices over which the batch and the parameters are split."""
+    tensor: int = 1
+    """Devices over which attention heads and MLP columns are split."""
+    fsdp_min_size: int = 65536
+    """Parameters with fewer elements are repeated instead of split over --fsdp."""
 
     storage_dtype: Literal["float32", "bfloat16"] = "float32"
     """How rollout latents are stored; log-probabilities are those of the stored values."""
@@ -226,6 +246,16 @@ def _check_types(config: TrainConfig) -> None:
 
 def _check_batch(config: TrainConfig) -> None:
     _require(0 <= config.seed < 2**32, config, "seed", "must lie in 0 to 2**32 - 1")
+    manual = config.distributed == "manual"
+    _require(bool(config.coordinator) == manual, config, "coordinator", "goes with --distributed manual, as HOST:PORT")
+    fix = "must be at least 2 with --distributed manual, and 1 without"
+    _require((config.num_processes > 1) == manual and config.num_processes > 0, config, "num_processes", fix)
+    fix = f"must lie in 0 to {config.num_processes - 1}, below --num-processes"
+    _require(0 <= config.process_id < config.num_processes, config, "process_id", fix)
+    for field in ("data", "fsdp", "tensor"):
+        size = getattr(config, field)
+        _require(size == -1 or size >= 1, config, field, "must be at least 1, or -1 for all remaining devices")
+    _require(config.fsdp_min_size >= 0, config, "fsdp_min_size", "must not be negative")
     for field in ("updates", "batch_size", "micro_batch_size", "updates_per_rollout"):
         _require(getattr(config, field) >= 1, config, field, "must be at least 1")
     _require(config.num_generations >= 2, config, "num_generations", "must be at least 2, one sample has no baseline")

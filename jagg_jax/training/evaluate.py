@@ -15,9 +15,10 @@ from jagg_jax.rewards import REWARDS, RewardSet, make_rewards
 from jagg_jax.training.checkpoint import Checkpoints
 from jagg_jax.training.config import closest, option
 from jagg_jax.training.errors import ConfigError
-from jagg_jax.training.experiment import Experiment, build_experiment, evaluation_keys, make_drawer, to_images
+from jagg_jax.training.experiment import Experiment, build_experiment, make_drawer, to_images
 from jagg_jax.training.report import sample_grid
 from jagg_jax.training.run_dir import load_config, write_text
+from jagg_jax.training.sharding import batch_shards, gather_rows
 
 MAX_BATCH = 100  # samples drawn at once
 
@@ -77,32 +78,39 @@ class Evaluator:
     Attributes:
       prompts: what is drawn.
       tokens: int32 [N, L].
-      keys: PRNG keys [N].
-      draw: `make_drawer`'s sampler.
+      draw: `make_drawer`'s sampler; prompt i starts from noise i.
+      shards: the sampler takes batches of a multiple of this.
       rewards: scores images.
     """
 
     prompts: tuple[str, ...]
     tokens: np.ndarray
-    keys: jax.Array
     draw: Callable
+    shards: int
     rewards: RewardSet
 
     def images(self, params: Any, count: int | None = None) -> np.ndarray:
         """Images of the first `count` prompts (all by default, or where there are fewer), float32 [count, H, W, 3]."""
         total = len(self.prompts) if count is None else min(count, len(self.prompts))
-        size = min(len(self.prompts), MAX_BATCH)
+        size = -(-min(len(self.prompts), MAX_BATCH) // self.shards) * self.shards
         parts = []
         for start in range(0, total, size):
             # every call has the same shape, so that it is compiled once: the last part is filled up with repeats
             rows = np.minimum(np.arange(start, start + size), len(self.prompts) - 1)
-            parts.append(to_images(self.draw(params, self.tokens[rows], self.keys[rows])))
+            parts.append(to_images(self.draw(params, self.tokens[rows], rows)))
         return np.concatenate(parts)[:total]
 
     def __call__(self, params: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Images float32 [N, H, W, 3] and the scores of each reward, float32 [N]."""
         images = self.images(params)
-        return images, self.rewards(images, self.prompts)
+        return images, self.score(images)
+
+    def score(self, images: np.ndarray) -> dict[str, np.ndarray]:
+        """Scores, float32 [N], of images of the first N prompts; every process reads its share of them."""
+        total, count = len(images), jax.process_count()
+        rows = np.minimum(np.arange(jax.process_index(), -(-total // count) * count, count), total - 1)
+        scores = self.rewards(images[rows], [self.prompts[row] for row in rows])
+        return {name: gather_rows(rows, values, total) for name, values in scores.items()}
 
 
 def make_evaluator(
@@ -120,8 +128,10 @@ def make_evaluator(
     return Evaluator(
         prompts=tuple(prompts),
         tokens=task.encode(prompts),
-        keys=evaluation_keys(seed, len(prompts)),
-        draw=make_drawer(experiment.velocity_fn, task.image_shape, steps, config.shift, guidance),
+        draw=make_drawer(
+            experiment.velocity_fn, task.image_shape, steps, config.shift, guidance, seed, experiment.mesh
+        ),
+        shards=batch_shards(experiment.mesh),
         rewards=load_rewards(experiment, rewards, "eval_rewards"),
     )
 

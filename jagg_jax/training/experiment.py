@@ -1,7 +1,7 @@
 """From settings to compiled programs: the model, the rollout, the update and the evaluation sampler of one run."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,15 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
 
 from jagg_jax.flow import ODE, SAMPLERS, flow_sigmas, with_guidance
 from jagg_jax.grpo import group_advantages, zero_std_fraction
-from jagg_jax.models import load_model
+from jagg_jax.models import TENSOR_RULES, load_model
 from jagg_jax.plans import BackwardPlan, exact_plan, hat_plan, jagg_plan, subset_plan
 from jagg_jax.prompts import Task, get_task
 from jagg_jax.rollout import Transitions, initial_noise, rollout
-from jagg_jax.training.config import TrainConfig, resolve_weights
+from jagg_jax.training.config import TrainConfig, option, resolve_weights
 from jagg_jax.training.errors import ConfigError
+from jagg_jax.training.sharding import (
+    batch_shards,
+    by_sample,
+    by_step_and_sample,
+    make_mesh,
+    parameter_spec,
+    put,
+    replicated,
+    state_shardings,
+)
 from jagg_jax.update import Objective, TrainState, apply_gradient, policy_gradient
 
 # what a seed's keys are for: the same seed never serves two purposes with the same key
@@ -30,22 +41,25 @@ class Experiment:
 
     Attributes:
       config: the settings.
+      mesh: the devices.
       task: prompts and their encoding.
       velocity_fn: `velocity_fn(params, latents, sigma, tokens)`, without guidance.
       initial_params: the pre-trained parameters, which are also the reference of the KL penalty.
-      optimizer: AdamW behind a global-norm clip.
+      create_state: compiled parameters -> the state before the first update, on buffers of its own.
       learning_rate: optimiser updates applied so far -> learning rate.
-      roll_out: compiled (params, update, tokens [B, L]) -> (samples [B, ...], Transitions, reference velocities).
+      roll_out: compiled (params, reference parameters or None, update, tokens [B, L]) -> (samples [B, ...],
+        Transitions, reference velocities or None).
       advantages: compiled rewards [B] -> (advantages [B], share of prompts whose rewards all agree).
-      update: compiled (state, transitions, advantages [B], tokens, plan, reference velocities, use_cached) ->
+      update: compiled (state, transitions, advantages [B], tokens, plan, reference velocities or None, use_cached) ->
         (state, metrics); the state is donated.
     """
 
     config: TrainConfig
+    mesh: Mesh
     task: Task
     velocity_fn: Callable
     initial_params: Any
-    optimizer: optax.GradientTransformation
+    create_state: Callable
     learning_rate: Callable
     roll_out: Callable
     advantages: Callable
@@ -53,8 +67,11 @@ class Experiment:
 
     def initial_state(self) -> TrainState:
         """The state before the first update, on fresh buffers (the update donates them)."""
-        params = jax.tree.map(jnp.copy, self.initial_params)
-        return TrainState.create(params, self.optimizer, with_ema=self.config.ema_decay > 0)
+        return self.create_state(self.initial_params)
+
+    def on_mesh(self, array: np.ndarray) -> jax.Array:
+        """A host array [B, ...] split over the mesh by sample."""
+        return put(array, by_sample(self.mesh))
 
     def plan(self, update: int, inner: int = 0) -> BackwardPlan:
         """The backward plan of optimiser update `inner` after rollout `update`; only `subset` depends on them."""
@@ -89,15 +106,26 @@ class Experiment:
         return state.params if state.ema_params is None else state.ema_params
 
 
-def build_experiment(config: TrainConfig) -> Experiment:
-    """Loads the weights and prepares the programs; compiles nothing yet.
+def build_experiment(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Experiment:
+    """Loads the weights onto the mesh and prepares the programs; compiles nothing yet.
+
+    Args:
+      config: the settings.
+      devices: those of the mesh; all by default.
 
     Raises:
-      ConfigError: the weights are those of another task, or no weights.
+      ConfigError: the weights are no weights or those of another task, or the mesh fits neither the devices nor the
+        batch nor the model.
     """
+    mesh = _mesh(config, devices)
     path = resolve_weights(config.weights)
+
+    def place(name: str, tensor: np.ndarray) -> jax.Array:
+        spec = parameter_spec(name, tensor.shape, mesh, TENSOR_RULES, config.fsdp_min_size)
+        return put(tensor, NamedSharding(mesh, spec))
+
     try:
-        model = load_model(path, dtype=config.compute_dtype, remat=config.remat)
+        model = load_model(path, dtype=config.compute_dtype, remat=config.remat, place=place)
     except ValueError as error:
         raise ConfigError(f"--weights {config.weights}: {error}") from error
     if model.task != config.task:
@@ -109,20 +137,32 @@ def build_experiment(config: TrainConfig) -> Experiment:
     adamw = optax.adamw(learning_rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
     velocity_fn = with_guidance(model.velocity_fn, config.guidance)
-    reference = model.params if kl else None
+    create = partial(_create_state, optimizer, config.ema_decay > 0)
+    abstract = jax.eval_shape(create, model.params)
+    state = state_shardings(abstract, mesh, TENSOR_RULES, config.fsdp_min_size)
+    everywhere, samples, steps = replicated(mesh), by_sample(mesh), by_step_and_sample(mesh)
+    transitions = Transitions(steps, steps, everywhere, everywhere, steps, steps)
+    roll_out = partial(_roll_out, config, velocity_fn, sampler, model.config.image_shape, mesh)
     return Experiment(
         config=config,
+        mesh=mesh,
         task=get_task(config.task),
         velocity_fn=model.velocity_fn,
         initial_params=model.params,
-        optimizer=optimizer,
+        create_state=jax.jit(create, in_shardings=(state.params,), out_shardings=state),
         learning_rate=learning_rate,
-        roll_out=jax.jit(partial(_roll_out, config, velocity_fn, sampler, model.config.image_shape, reference)),
-        advantages=jax.jit(partial(_advantages, config)),
+        roll_out=jax.jit(
+            roll_out,
+            in_shardings=(state.params, state.params if kl else None, everywhere, samples),
+            out_shardings=(samples, transitions, steps if kl else None),
+        ),
+        advantages=jax.jit(partial(_advantages, config), out_shardings=(samples, everywhere)),
         update=jax.jit(
             partial(_update, config, velocity_fn, objective, optimizer),
-            donate_argnames="state",
-            static_argnames="use_cached",
+            in_shardings=(state, transitions, samples, samples, everywhere, steps if kl else None),
+            out_shardings=(state, everywhere),
+            donate_argnums=0,
+            static_argnums=6,
         ),
     )
 
@@ -136,18 +176,26 @@ def make_learning_rate(config: TrainConfig) -> optax.Schedule:
     return optax.linear_schedule(start, peak, max(warmup, 1))
 
 
-def make_drawer(velocity_fn, image_shape: tuple[int, ...], num_steps: int, shift: float, guidance: float) -> Callable:
-    """The evaluation sampler: compiled (params, tokens [B, L], keys [B]) -> samples [B, ...], by Euler steps (ODE)."""
+def make_drawer(
+    velocity_fn, image_shape: tuple[int, ...], num_steps: int, shift: float, guidance: float, seed: int, mesh: Mesh
+) -> Callable:
+    """The evaluation sampler: compiled (params, tokens [B, L], indices [B]) -> samples [B, ...], by Euler steps (ODE).
+
+    Sample b starts from the noise of (seed, indices[b]), which is never that of a training sample. Every process gets
+    all samples.
+    """
     guided = with_guidance(velocity_fn, guidance)
 
-    @jax.jit
-    def draw(params, tokens, keys):
+    def draw(params, tokens, indices):
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(_keys_for(seed, EVAL_KEYS), indices)
+        noise = jax.lax.with_sharding_constraint(initial_noise(keys, image_shape), by_sample(mesh))
         sigmas = flow_sigmas(num_steps, shift)
-        null_tokens = jnp.zeros_like(tokens)
-        noise = initial_noise(keys, image_shape)
-        return rollout(guided, params, noise, sigmas, keys, tokens, null_tokens, sampler=ODE()).samples
+        return rollout(guided, params, noise, sigmas, keys, tokens, jnp.zeros_like(tokens), sampler=ODE()).samples
 
-    return draw
+    compiled = jax.jit(draw, out_shardings=replicated(mesh))
+    return lambda params, tokens, indices: compiled(
+        params, put(tokens, by_sample(mesh)), put(np.asarray(indices, np.int32), by_sample(mesh))
+    )
 
 
 def to_images(samples: jax.Array) -> np.ndarray:
@@ -156,29 +204,45 @@ def to_images(samples: jax.Array) -> np.ndarray:
     return np.broadcast_to(images, (*images.shape[:-1], 3))
 
 
-def evaluation_keys(seed: int, count: int) -> jax.Array:
-    """One key a held-out prompt, [count]; none of them is ever a training key."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(_keys_for(seed, EVAL_KEYS), jnp.arange(count))
-
-
 def _keys_for(seed: int, purpose: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
-def _sample_keys(config: TrainConfig, update: jax.Array) -> jax.Array:
-    """Keys [B] of a rollout, by (seed, update, prompt, generation) and never by device or process."""
+def _sample_keys(config: TrainConfig, update: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys [B] of initial noises and [B] of step noises, by (seed, update, prompt, generation), never by device."""
     key = jax.random.fold_in(_keys_for(config.seed, ROLLOUT_KEYS), update)
     prompts = jnp.arange(config.batch_size // config.num_generations)
     prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, prompts)
     fold_generations = jax.vmap(jax.random.fold_in, (None, 0))
     generations = jnp.arange(config.num_generations)
-    return jax.vmap(fold_generations, (0, None))(prompt_keys, generations).reshape(-1)
+    keys = jax.vmap(fold_generations, (0, None))(prompt_keys, generations).reshape(-1)
+    pairs = jax.vmap(jax.random.split)(keys)
+    return pairs[:, 0], pairs[:, 1]
 
 
-def _roll_out(config, velocity_fn, sampler, image_shape, reference, params, update, tokens):
+def _mesh(config: TrainConfig, devices: Sequence[jax.Device] | None) -> Mesh:
+    """The mesh of the settings, after the checks that need to know the devices."""
+    try:
+        mesh = make_mesh(config.data, config.fsdp, config.tensor, devices)
+    except ValueError as error:
+        raise ConfigError(f"--data {config.data}: {error}") from error
+    shards = batch_shards(mesh)
+    for field in ("batch_size", "micro_batch_size"):
+        size = getattr(config, field)
+        if size % shards:
+            raise ConfigError(f"{option(field)} {size}: must be a multiple of data x fsdp, which is {shards}")
+    return mesh
+
+
+def _create_state(optimizer, with_ema: bool, params) -> TrainState:
+    return TrainState.create(jax.tree.map(jnp.copy, params), optimizer, with_ema)
+
+
+def _roll_out(config, velocity_fn, sampler, image_shape, mesh, params, reference, update, tokens):
     """One rollout; the reference's velocities come with it, since they don't change with the updates after it."""
-    keys = _sample_keys(config, update)
-    noise = initial_noise(keys, image_shape, jnp.dtype(config.storage_dtype))
+    noise_keys, keys = _sample_keys(config, update)
+    noise = initial_noise(noise_keys, image_shape, jnp.dtype(config.storage_dtype))
+    noise = jax.lax.with_sharding_constraint(noise, by_sample(mesh))
     sigmas = flow_sigmas(config.num_steps, config.shift)
     null_tokens = jnp.zeros_like(tokens)
     cond = (tokens, null_tokens)

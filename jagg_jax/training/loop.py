@@ -1,5 +1,6 @@
 """The training loop: roll out, score, update; log, evaluate, checkpoint; and end with a picture of it all."""
 
+import contextlib
 import dataclasses
 import signal
 import sys
@@ -9,19 +10,19 @@ from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jagg_jax.rewards import RewardSet
 from jagg_jax.training.checkpoint import Checkpoints
 from jagg_jax.training.config import TrainConfig, validate
-from jagg_jax.training.errors import TrainingError
+from jagg_jax.training.errors import ConfigError, TrainingError
 from jagg_jax.training.evaluate import Evaluator, captions, load_rewards, make_evaluator, summarise
 from jagg_jax.training.experiment import Experiment, build_experiment, to_images
 from jagg_jax.training.metrics import MetricsWriter
 from jagg_jax.training.progress import Progress
 from jagg_jax.training.report import sample_grid, write_report
 from jagg_jax.training.run_dir import check_run_dir, claim_run_dir
+from jagg_jax.training.sharding import any_process, gather_rows, join_processes, local_rows, wait_for_all
 from jagg_jax.update import TrainState
 
 GRID = 24  # held-out prompts in a sample grid
@@ -65,7 +66,10 @@ def train(config: TrainConfig, preset: str) -> Path:
       SystemExit: with status 128 + signal, after Ctrl-C or SIGTERM and once everything is saved.
     """
     validate(config)
+    join_processes(config.distributed, config.coordinator, config.num_processes, config.process_id)
     check_run_dir(config)
+    if jax.process_count() > 1 and not config.run_dir:
+        raise ConfigError("--run-dir: several processes share one folder; name it, the same for all of them")
     experiment = build_experiment(config)
     held_out = experiment.task.prompts("eval")[: config.eval_prompts]
     evaluator = make_evaluator(experiment, held_out, config.eval_rewards)
@@ -76,10 +80,13 @@ def train(config: TrainConfig, preset: str) -> Path:
         checkpoints = Checkpoints(config.run_dir)
         start = checkpoints.latest()
         state = state if start is None else checkpoints.restore(start, state)
-    run_dir = claim_run_dir(config, preset)
+    wait_for_all("every process has checked the folder")
+    first = jax.process_index() == 0
+    run_dir = claim_run_dir(config, preset) if first else Path(config.run_dir)
+    wait_for_all("the folder is claimed")
     with (
         Checkpoints(run_dir, keep=config.keep_checkpoints) as checkpoints,
-        MetricsWriter(run_dir, resume_from=start) as writer,
+        MetricsWriter(run_dir, resume_from=start) if first else contextlib.nullcontext() as writer,
         Interrupt() as interrupt,
     ):
         _Run(experiment, rewards, evaluator, run_dir, writer, checkpoints, interrupt).train(state, start or 0)
@@ -88,13 +95,13 @@ def train(config: TrainConfig, preset: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What the loop needs at every update."""
+    """What the loop needs at every update. Only the first process has a writer; the others write checkpoints only."""
 
     experiment: Experiment
     rewards: RewardSet
     evaluator: Evaluator
     run_dir: Path
-    writer: MetricsWriter
+    writer: MetricsWriter | None
     checkpoints: Checkpoints
     interrupt: Interrupt
 
@@ -106,8 +113,8 @@ class _Run:
         """Updates `start` + 1 to the last one, then the report."""
         config = self.config
         if start == 0:
-            self.writer.write(0, self._evaluate(state, 0, draw_grid=True))
-        with Progress(config.updates, start) as progress:
+            self._log(0, self._evaluate(state, 0, draw_grid=True))
+        with Progress(config.updates, start) if self.writer else contextlib.nullcontext() as progress:
             for update in range(start + 1, config.updates + 1):
                 state, metrics = self._one_update(state, update)
                 last = update == config.updates
@@ -115,29 +122,39 @@ class _Run:
                     metrics |= self._evaluate(state, update, draw_grid=last or _due(update, config.sample_every))
                 elif _due(update, config.sample_every):
                     self._draw_grid(state, update)
-                self.writer.write(update, metrics)
-                progress.update(update, reward=metrics["reward_mean"])
+                self._log(update, metrics)
+                if progress:
+                    progress.update(update, reward=metrics["reward_mean"])
                 self._stop_if_stuck(state, update)
-                stopped = self.interrupt.signal is not None and not last
+                stopped = any_process(self.interrupt.signal is not None) and not last
                 if last or stopped or _due(update, config.checkpoint_every):
                     self.checkpoints.save(update, state, {"update": update})
                 if stopped:
                     self._leave(update)
         self._report(state)
 
+    def _log(self, update: int, metrics: dict[str, Any]) -> None:
+        if self.writer:
+            self.writer.write(update, metrics)
+
     def _one_update(self, state: TrainState, update: int) -> tuple[TrainState, dict[str, Any]]:
         """Rollout, rewards, advantages and `updates_per_rollout` optimiser updates; returns the metrics to log."""
         config, experiment = self.config, self.experiment
         started = time.perf_counter()
         prompts = experiment.prompts(update)
-        tokens = experiment.task.encode(prompts)
-        samples, transitions, reference_velocities = experiment.roll_out(state.params, update, tokens)
-        images = to_images(samples)
+        tokens = experiment.on_mesh(experiment.task.encode(prompts))
+        reference = experiment.initial_params if config.kl != "none" else None
+        samples, transitions, reference_velocities = experiment.roll_out(
+            state.params, reference, np.int32(update), tokens
+        )
+        rows, local_samples = local_rows(samples)
+        images = to_images(local_samples)
         rolled_out = time.perf_counter()
 
-        scores = self.rewards(images, prompts)
+        scores = self.rewards(images, [prompts[row] for row in rows])
+        scores = {name: gather_rows(rows, values, config.batch_size) for name, values in scores.items()}
         rewards = sum(weight * scores[name] for name, weight in config.rewards.items())
-        advantages, zero_std = experiment.advantages(jnp.asarray(rewards, jnp.float32))
+        advantages, zero_std = experiment.advantages(rewards.astype(np.float32))
         scored = time.perf_counter()
 
         history, passes = [], 0
@@ -145,7 +162,7 @@ class _Run:
             plan = experiment.plan(update, inner)
             # the rollout's velocities hold for its own parameters only: the first update after it
             state, metrics = experiment.update(
-                state, transitions, advantages, tokens, plan, reference_velocities, use_cached=inner == 0
+                state, transitions, advantages, tokens, plan, reference_velocities, inner == 0
             )
             history.append(jax.device_get(metrics))
             passes += plan.num_anchors
@@ -174,10 +191,11 @@ class _Run:
 
     def _draw_grid(self, state: TrainState, update: int) -> None:
         images = self.evaluator.images(self.experiment.evaluated_params(state), GRID)
-        scores = self.evaluator.rewards(images, self.evaluator.prompts[:GRID])
-        self._save_grid(images, scores, update)
+        self._save_grid(images, self.evaluator.score(images), update)
 
     def _save_grid(self, images: np.ndarray, scores: dict[str, np.ndarray], update: int) -> None:
+        if not self.writer:
+            return
         path = self.run_dir / "samples" / f"{update:06d}.png"
         path.parent.mkdir(exist_ok=True)
         prompts = self.evaluator.prompts[:GRID]
@@ -196,13 +214,14 @@ class _Run:
     def _leave(self, update: int) -> None:
         self.checkpoints.steps()  # waits until the save is on disk
         print(f"stopped after update {update}; go on with --run-dir {self.run_dir} --resume", file=sys.stderr)
-        sys.exit(128 + self.interrupt.signal)
+        sys.exit(128 + (self.interrupt.signal or signal.SIGTERM))
 
     def _report(self, state: TrainState) -> None:
         """report.png, with the same prompts and noise before and after."""
         before = self.evaluator.images(self.experiment.initial_params, GRID)
         after = self.evaluator.images(self.experiment.evaluated_params(state), GRID)
-        write_report(self.run_dir, before, after, self.evaluator.prompts[:GRID])
+        if self.writer:
+            write_report(self.run_dir, before, after, self.evaluator.prompts[:GRID])
 
 
 def _due(update: int, every: int) -> bool:

@@ -24,9 +24,10 @@ from jagg_jax.prompts import Task, get_task
 from jagg_jax.rewards import make_rewards
 from jagg_jax.training.errors import TrainingError
 from jagg_jax.training.evaluate import Evaluator, summarise
-from jagg_jax.training.experiment import evaluation_keys, make_drawer
+from jagg_jax.training.experiment import make_drawer
 from jagg_jax.training.pretrain_config import PretrainConfig, model_config, validate
 from jagg_jax.training.progress import Progress
+from jagg_jax.training.sharding import make_mesh
 from jagg_jax.update import TrainState, apply_gradient
 
 EVAL_REWARDS = ("ocr_edit", "ocr_logprob")
@@ -91,11 +92,12 @@ def draw_batch(task: Task, config: PretrainConfig, index: int) -> tuple[np.ndarr
 def held_out_scores(velocity_fn: VelocityFn, params: Params, task: Task, config: PretrainConfig) -> dict[str, float]:
     """Mean `EVAL_REWARDS` over held-out prompts, drawn without guidance from the noise that evaluations use."""
     prompts = task.prompts("eval")[: config.eval_prompts]
+    mesh = make_mesh(devices=jax.local_devices()[:1])
     evaluator = Evaluator(
         prompts=prompts,
         tokens=task.encode(prompts),
-        keys=evaluation_keys(0, len(prompts)),
-        draw=make_drawer(velocity_fn, task.image_shape, config.eval_steps, shift=1.0, guidance=1.0),
+        draw=make_drawer(velocity_fn, task.image_shape, config.eval_steps, shift=1.0, guidance=1.0, seed=0, mesh=mesh),
+        shards=1,
         rewards=make_rewards(EVAL_REWARDS, task.alphabet),
     )
     return {name: values["mean"] for name, values in summarise(evaluator(params)[1]).items()}

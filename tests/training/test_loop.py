@@ -12,57 +12,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from commands import ROOT, command_line
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jagg_jax.models import DiT, DiTConfig, as_function, model_metadata, save_weights
-from jagg_jax.prompts import get_task
 from jagg_jax.training.checkpoint import Checkpoints
 from jagg_jax.training.config import TrainConfig
 from jagg_jax.training.errors import ConfigError, TrainingError
-from jagg_jax.training.experiment import build_experiment, evaluation_keys
+from jagg_jax.training.evaluate import make_evaluator
+from jagg_jax.training.experiment import build_experiment
 from jagg_jax.training.loop import train
 from jagg_jax.training.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.fixture(scope="session")
-def tiny_weights(tmp_path_factory) -> str:
-    """A small random model whose output layer is not zero, so that rewards differ between samples."""
-    task = get_task("digits")
-    config = DiTConfig(
-        image_shape=task.image_shape, vocab_size=task.vocab_size, prompt_length=task.prompt_length,
-        patch_shape=(8, 8), width=32, depth=1, num_heads=2,
-    )  # fmt: skip
-    _, params = as_function(DiT(config, rngs=nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
-    params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(next(keys), p.shape), params)
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    save_weights(path, params, model_metadata(config, "digits"))
-    return str(path)
-
-
-@pytest.fixture
-def tiny(tiny_weights) -> dict:
-    return {
-        "weights": tiny_weights, "rewards": {"jpeg_compressibility": 1.0}, "eval_rewards": ("jpeg_compressibility",),
-        "updates": 4, "batch_size": 8, "num_generations": 4, "micro_batch_size": 4, "num_steps": 5, "train_steps": 4,
-        "eval_steps": 3, "eval_prompts": 6, "eval_every": 2, "sample_every": 2, "checkpoint_every": 1,
-        "ema_decay": 0.5, "keep_checkpoints": 3,
-    }  # fmt: skip
-
-
-def command_line(settings: dict, run_dir: Path, *flags: str) -> list[str]:
-    options = []
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            value = " ".join(f"{key}={weight}" for key, weight in value.items())
-        elif isinstance(value, tuple):
-            value = " ".join(value)
-        options += [f"--{name.replace('_', '-')}", *str(value).split()]
-    return [sys.executable, str(ROOT / "train.py"), *options, "--run-dir", str(run_dir), *flags]
+def width(path: Path) -> int:
+    with Image.open(path) as picture:
+        return picture.size[0]
 
 
 def without_times(run_dir: Path) -> list[dict]:
@@ -91,9 +56,9 @@ def test_a_run_leaves_everything_a_user_expects(tiny, tmp_path):
         assert line["backward_passes"] == 2
         assert line["grad_norm"] > 0
         assert line["skipped"] == 0
-    assert json.loads((run_dir / "config.json").read_text())["train"]["batch_size"] == 8
+    assert json.loads((run_dir / "config.json").read_text())["train"]["batch_size"] == 16
     assert sorted(path.name for path in (run_dir / "samples").iterdir()) == ["000000.png", "000002.png", "000004.png"]
-    assert Image.open(run_dir / "report.png").size[0] > 500
+    assert width(run_dir / "report.png") > 500
     assert Checkpoints(run_dir).steps() == [2, 3, 4]
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward_mean")] == [1, 2, 3, 4]
@@ -103,11 +68,11 @@ def test_programs_compile_once(tiny):
     experiment = build_experiment(TrainConfig(**tiny, plan="subset", subset_steps=2))
     state = experiment.initial_state()
     for update in (1, 2, 3):
-        tokens = experiment.task.encode(experiment.prompts(update))
-        _, transitions, reference = experiment.roll_out(state.params, update, tokens)
-        advantages = np.linspace(-1, 1, 8, dtype=np.float32)
+        tokens = experiment.on_mesh(experiment.task.encode(experiment.prompts(update)))
+        _, transitions, reference = experiment.roll_out(state.params, None, np.int32(update), tokens)
+        advantages, _ = experiment.advantages(np.linspace(-1, 1, 16, dtype=np.float32))
         plan = experiment.plan(update)
-        state, _ = experiment.update(state, transitions, advantages, tokens, plan, reference, use_cached=True)
+        state, _ = experiment.update(state, transitions, advantages, tokens, plan, reference, True)
     assert experiment.roll_out._cache_size() == 1
     assert experiment.update._cache_size() == 1
 
@@ -124,25 +89,35 @@ def test_later_updates_on_a_rollout_recompute(tiny, tmp_path):
 def test_prompts_cover_an_epoch_before_they_repeat(tiny):
     experiment = build_experiment(TrainConfig(**tiny))
     pool = experiment.task.prompts("train")
-    per_update = 2
+    per_update = 4
     epoch = [prompt for update in range(1, len(pool) // per_update + 1) for prompt in experiment.prompts(update)[::4]]
     assert sorted(epoch) == sorted(pool)
     assert experiment.prompts(1)[:4] == [experiment.prompts(1)[0]] * 4
     assert not set(pool) & set(experiment.task.prompts("eval"))
 
 
-def test_evaluation_noise_is_fixed_and_not_that_of_training():
-    assert (
-        jax.random.key_data(evaluation_keys(0, 3)).tolist() == jax.random.key_data(evaluation_keys(0, 5))[:3].tolist()
+def test_evaluation_noise_is_fixed_by_the_prompts_place(tiny):
+    experiment = build_experiment(TrainConfig(**tiny))
+    held_out = experiment.task.prompts("eval")
+    few, more = (make_evaluator(experiment, held_out[:n], ("jpeg_compressibility",)) for n in (3, 11))
+    np.testing.assert_allclose(
+        few.images(experiment.initial_params), more.images(experiment.initial_params, 3), atol=1e-5
     )
 
 
+@pytest.fixture(scope="module")
+def whole_run(tiny, tmp_path_factory) -> tuple[dict, Path]:
+    """An uninterrupted run in a process of its own, as the stopped ones are."""
+    settings = tiny | {"updates": 12, "rewards": {"jpeg_compressibility": 1.0, "digit_reader_edit": 0.5}}
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    subprocess.run(command_line(settings, run_dir), check=True, capture_output=True)
+    return settings, run_dir
+
+
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_resumes_bit_for_bit(tiny, tmp_path, kill):
-    tiny |= {"updates": 12, "rewards": {"jpeg_compressibility": 1.0, "digit_reader_edit": 0.5}}
-    whole = TrainConfig(**tiny, run_dir=str(tmp_path / "whole"))
-    # a process of its own, like the stopped one: eight devices or one decide how XLA splits its loops
-    subprocess.run(command_line(tiny, tmp_path / "whole"), check=True, capture_output=True)
+def test_a_stopped_run_resumes_bit_for_bit(whole_run, tmp_path, kill):
+    tiny, whole_dir = whole_run
+    whole = TrainConfig(**tiny)
     run_dir, chance = tmp_path / "stopped", random.Random(kill)
     interruptions = 0
     while True:
@@ -162,8 +137,8 @@ def test_a_stopped_run_resumes_bit_for_bit(tiny, tmp_path, kill):
         if kill != signal.SIGKILL:
             assert "--resume" in errors
     assert interruptions >= 2
-    assert without_times(run_dir) == without_times(tmp_path / "whole")
-    for ours, theirs in zip(final_state(whole, run_dir), final_state(whole, tmp_path / "whole"), strict=True):
+    assert without_times(run_dir) == without_times(whole_dir)
+    for ours, theirs in zip(final_state(whole, run_dir), final_state(whole, whole_dir), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -208,7 +183,7 @@ def test_evaluate_and_sample_commands(tiny, tmp_path):
     picture = tmp_path / "x.png"
     drawing = [*arguments, "sample", "--run-dir", str(run_dir), "--prompt", "427", "031", "--output", str(picture)]
     subprocess.run(drawing, check=True, capture_output=True)
-    assert Image.open(picture).size[0] >= 2 * 48
+    assert width(picture) >= 2 * 48
     wrong = [*arguments, "sample", "--run-dir", str(run_dir), "--prompt", "42x", "--output", str(tmp_path / "y.png")]
     failed = subprocess.run(wrong, capture_output=True, text=True)
     assert failed.returncode == 2
