@@ -130,6 +130,9 @@ def build_experiment(config: TrainConfig, devices: Sequence[jax.Device] | None =
         raise ConfigError(f"--weights {config.weights}: {error}") from error
     if model.task != config.task:
         raise ConfigError(f"--weights {config.weights}: is a model of task {model.task}, not of --task {config.task}")
+    heads, tensor = model.config.num_heads, mesh.shape["tensor"]
+    if heads % tensor:
+        raise ConfigError(f"--tensor {tensor}: must divide the model's {heads} attention heads")
     sampler = SAMPLERS[config.sampler](config.noise_level)
     kl = None if config.kl == "none" else config.kl
     objective = Objective(sampler, (config.clip_low, config.clip_high), kl, config.kl_weight)
