@@ -221,7 +221,7 @@ def validate(config: TrainConfig) -> None:
     resolve_weights(config.weights)
 
 
-def _require(condition: bool, config: Any, field: str, fix: str) -> None:
+def require(condition: bool, config: Any, field: str, fix: str) -> None:
     """Raise a ConfigError about `field` unless the condition holds."""
     if not condition:
         raise ConfigError(f"{option(field)} {getattr(config, field)}: {fix}")
@@ -233,95 +233,95 @@ def _check_types(config: TrainConfig) -> None:
         value = getattr(config, field.name)
         if field.type in (int, int | None) and not (value is None and field.type == int | None):
             whole = isinstance(value, int) and not isinstance(value, bool)
-            _require(whole, config, field.name, "must be a whole number")
+            require(whole, config, field.name, "must be a whole number")
         elif field.type is float:
             real = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(real and math.isfinite(value), config, field.name, "must be a finite number")
+            require(real and math.isfinite(value), config, field.name, "must be a finite number")
         elif field.type in (bool, str):
-            _require(isinstance(value, field.type), config, field.name, f"must be a {field.type.__name__}")
+            require(isinstance(value, field.type), config, field.name, f"must be a {field.type.__name__}")
         elif getattr(field.type, "__origin__", None) is Literal:
             choices = field.type.__args__
-            _require(value in choices, config, field.name, f"must be one of {', '.join(choices)}")
+            require(value in choices, config, field.name, f"must be one of {', '.join(choices)}")
 
 
 def _check_batch(config: TrainConfig) -> None:
-    _require(0 <= config.seed < 2**32, config, "seed", "must lie in 0 to 2**32 - 1")
+    require(0 <= config.seed < 2**32, config, "seed", "must lie in 0 to 2**32 - 1")
     manual = config.distributed == "manual"
-    _require(bool(config.coordinator) == manual, config, "coordinator", "goes with --distributed manual, as HOST:PORT")
+    require(bool(config.coordinator) == manual, config, "coordinator", "goes with --distributed manual, as HOST:PORT")
     fix = "must be at least 2 with --distributed manual, and 1 without"
-    _require((config.num_processes > 1) == manual and config.num_processes > 0, config, "num_processes", fix)
+    require((config.num_processes > 1) == manual and config.num_processes > 0, config, "num_processes", fix)
     fix = f"must lie in 0 to {config.num_processes - 1}, below --num-processes"
-    _require(0 <= config.process_id < config.num_processes, config, "process_id", fix)
+    require(0 <= config.process_id < config.num_processes, config, "process_id", fix)
     for field in ("data", "fsdp", "tensor"):
         size = getattr(config, field)
-        _require(size == -1 or size >= 1, config, field, "must be at least 1, or -1 for all remaining devices")
-    _require(config.fsdp_min_size >= 0, config, "fsdp_min_size", "must not be negative")
+        require(size == -1 or size >= 1, config, field, "must be at least 1, or -1 for all remaining devices")
+    require(config.fsdp_min_size >= 0, config, "fsdp_min_size", "must not be negative")
     for field in ("updates", "batch_size", "micro_batch_size", "updates_per_rollout"):
-        _require(getattr(config, field) >= 1, config, field, "must be at least 1")
-    _require(config.num_generations >= 2, config, "num_generations", "must be at least 2, one sample has no baseline")
+        require(getattr(config, field) >= 1, config, field, "must be at least 1")
+    require(config.num_generations >= 2, config, "num_generations", "must be at least 2, one sample has no baseline")
     for field in ("num_generations", "micro_batch_size"):
         value = getattr(config, field)
         divisors = [number for number in range(2, config.batch_size + 1) if config.batch_size % number == 0]
         nearest = min(divisors, key=lambda number: abs(number - value), default=1)
         fix = f"must divide --batch-size {config.batch_size}, e.g. {nearest}"
-        _require(config.batch_size % value == 0, config, field, fix)
+        require(config.batch_size % value == 0, config, field, fix)
 
 
 def _check_steps(config: TrainConfig) -> None:
-    _require(config.num_steps >= 2, config, "num_steps", "must be at least 2")
+    require(config.num_steps >= 2, config, "num_steps", "must be at least 2")
     last = config.num_steps - 1
     fix = f"must lie in 1 to {last}: the last of --num-steps {config.num_steps} steps has no noise to learn from"
-    _require(1 <= config.train_steps <= last, config, "train_steps", fix)
-    _require(config.eval_steps >= 1, config, "eval_steps", "must be at least 1")
+    require(1 <= config.train_steps <= last, config, "train_steps", fix)
+    require(config.eval_steps >= 1, config, "eval_steps", "must be at least 1")
     for field in ("shift", "noise_level"):
-        _require(getattr(config, field) > 0, config, field, "must be above 0")
+        require(getattr(config, field) > 0, config, field, "must be above 0")
     if config.sampler == "cps":
-        _require(config.noise_level <= 1, config, "noise_level", "must be at most 1 for --sampler cps")
-    _require(config.guidance >= 0, config, "guidance", "must not be negative; 1 is no guidance")
-    _require(config.steps_per_group >= 1, config, "steps_per_group", "must be at least 1; 1 backpropagates every step")
+        require(config.noise_level <= 1, config, "noise_level", "must be at most 1 for --sampler cps")
+    require(config.guidance >= 0, config, "guidance", "must not be negative; 1 is no guidance")
+    require(config.steps_per_group >= 1, config, "steps_per_group", "must be at least 1; 1 backpropagates every step")
     if config.plan in ("jagg", "hat"):
         fix = f"must be at most --train-steps {config.train_steps}"
-        _require(config.steps_per_group <= config.train_steps, config, "steps_per_group", fix)
+        require(config.steps_per_group <= config.train_steps, config, "steps_per_group", fix)
     if config.plan == "hat":
-        _require(config.steps_per_group >= 2, config, "steps_per_group", "must be at least 2 for --plan hat")
-    _require(0 <= config.jagg_frac <= 1, config, "jagg_frac", "must lie in 0 to 1; 1 groups all trained steps")
-    _require(config.subset_steps >= 1, config, "subset_steps", "must be at least 1")
+        require(config.steps_per_group >= 2, config, "steps_per_group", "must be at least 2 for --plan hat")
+    require(0 <= config.jagg_frac <= 1, config, "jagg_frac", "must lie in 0 to 1; 1 groups all trained steps")
+    require(config.subset_steps >= 1, config, "subset_steps", "must be at least 1")
     if config.plan == "subset":
         fix = f"must be at most --train-steps {config.train_steps}"
-        _require(config.subset_steps <= config.train_steps, config, "subset_steps", fix)
+        require(config.subset_steps <= config.train_steps, config, "subset_steps", fix)
     if config.batch_anchors is not None:
-        _require(config.batch_anchors >= 1, config, "batch_anchors", "must be at least 1; leave it out for all")
+        require(config.batch_anchors >= 1, config, "batch_anchors", "must be at least 1; leave it out for all")
 
 
 def _check_objective(config: TrainConfig) -> None:
-    _require(config.advantage_clip > 0, config, "advantage_clip", "must be above 0")
-    _require(0 < config.clip_low < 1, config, "clip_low", "must lie between 0 and 1")
-    _require(config.clip_high > 0, config, "clip_high", "must be above 0")
+    require(config.advantage_clip > 0, config, "advantage_clip", "must be above 0")
+    require(0 < config.clip_low < 1, config, "clip_low", "must lie between 0 and 1")
+    require(config.clip_high > 0, config, "clip_high", "must be above 0")
     if config.kl == "none":
-        _require(config.kl_weight == 0, config, "kl_weight", "has no effect with --kl none; choose a --kl")
+        require(config.kl_weight == 0, config, "kl_weight", "has no effect with --kl none; choose a --kl")
     else:
-        _require(config.kl_weight > 0, config, "kl_weight", f"must be above 0 with --kl {config.kl}")
+        require(config.kl_weight > 0, config, "kl_weight", f"must be above 0 with --kl {config.kl}")
 
 
 def _check_optimiser(config: TrainConfig) -> None:
     for field in ("learning_rate", "max_grad_norm"):
-        _require(getattr(config, field) > 0, config, field, "must be above 0")
+        require(getattr(config, field) > 0, config, field, "must be above 0")
     for field in ("beta1", "beta2", "ema_decay"):
-        _require(0 <= getattr(config, field) < 1, config, field, "must be at least 0 and below 1")
+        require(0 <= getattr(config, field) < 1, config, field, "must be at least 0 and below 1")
     for field in ("weight_decay", "warmup_updates"):
-        _require(getattr(config, field) >= 0, config, field, "must not be negative")
+        require(getattr(config, field) >= 0, config, field, "must not be negative")
     if config.schedule == "cosine":
         fix = f"must be below --updates {config.updates} with --schedule cosine"
-        _require(config.warmup_updates < config.updates, config, "warmup_updates", fix)
+        require(config.warmup_updates < config.updates, config, "warmup_updates", fix)
 
 
 def _check_schedule_of_outputs(config: TrainConfig) -> None:
     for field in ("eval_every", "sample_every", "checkpoint_every"):
-        _require(getattr(config, field) >= 0, config, field, "must not be negative; 0 is only after the last update")
+        require(getattr(config, field) >= 0, config, field, "must not be negative; 0 is only after the last update")
     for field in ("eval_prompts", "keep_checkpoints", "max_skipped_updates"):
-        _require(getattr(config, field) >= 1, config, field, "must be at least 1")
+        require(getattr(config, field) >= 1, config, field, "must be at least 1")
     if config.reward_threads is not None:
-        _require(config.reward_threads >= 1, config, "reward_threads", "must be at least 1")
+        require(config.reward_threads >= 1, config, "reward_threads", "must be at least 1")
 
 
 def _check_task_and_rewards(config: TrainConfig) -> None:
@@ -329,14 +329,14 @@ def _check_task_and_rewards(config: TrainConfig) -> None:
     from jagg_jax.rewards import REWARDS
 
     known = f"choose from {', '.join(TASKS)}{closest(config.task, TASKS)}"
-    _require(config.task in TASKS, config, "task", known)
+    require(config.task in TASKS, config, "task", known)
     task = TASKS[config.task]
     held_out, trained = len(task.prompts("eval")), len(task.prompts("train"))
     fix = f"task {config.task} has {held_out} held-out prompts; ask for at most that many"
-    _require(config.eval_prompts <= held_out, config, "eval_prompts", fix)
+    require(config.eval_prompts <= held_out, config, "eval_prompts", fix)
     prompts = config.batch_size // config.num_generations
     fix = f"makes {prompts} prompts a rollout, task {config.task} has {trained}; lower it or raise --num-generations"
-    _require(prompts <= trained, config, "batch_size", fix)
+    require(prompts <= trained, config, "batch_size", fix)
     for field in ("rewards", "eval_rewards"):
         names = getattr(config, field)
         if not names:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jagg_jax.rewards import REWARDS, RewardSet, make_rewards
 from jagg_jax.training.checkpoint import Checkpoints
-from jagg_jax.training.config import closest, option
+from jagg_jax.training.config import closest, option, require
 from jagg_jax.training.errors import ConfigError
 from jagg_jax.training.experiment import Experiment, build_experiment, make_drawer, to_images
 from jagg_jax.training.report import sample_grid
@@ -168,11 +168,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
     """
     run_dir, experiment, params, update = _load_run(config)
     held_out = experiment.task.prompts("eval")
-    _require(0 <= config.num_prompts <= len(held_out), config, "num_prompts", f"must be 0 to {len(held_out)}")
+    require(0 <= config.num_prompts <= len(held_out), config, "num_prompts", f"must be 0 to {len(held_out)}")
     names = config.rewards or experiment.config.eval_rewards
     for name in names:
         choice = f"choose from {', '.join(REWARDS)}{closest(name, REWARDS)}"
-        _require(name in REWARDS, config, "rewards", choice)
+        require(name in REWARDS, config, "rewards", choice)
     prompts = held_out[: config.num_prompts or None]
     evaluator = make_evaluator(experiment, prompts, names, config.steps or None, config.guidance, config.seed)
     _, scores = evaluator(params)
@@ -201,9 +201,9 @@ def sample(config: SampleConfig) -> Path:
     """
     if not config.prompt:
         raise ConfigError("--prompt: name at least one prompt to draw")
-    _require(config.count >= 1, config, "count", "must be at least 1")
+    require(config.count >= 1, config, "count", "must be at least 1")
     output = Path(config.output)
-    _require(output.suffix == ".png", config, "output", "name a .png file to write")
+    require(output.suffix == ".png", config, "output", "name a .png file to write")
     _, experiment, params, _ = _load_run(config)
     prompts = [prompt for prompt in config.prompt for _ in range(config.count)]
     try:
@@ -228,9 +228,9 @@ def _load_run(config: EvaluateConfig | SampleConfig) -> tuple[Path, Experiment, 
     """Folder, experiment, parameters and their update, after the checks that the two commands share."""
     if not config.run_dir:
         raise ConfigError("--run-dir: name the folder of a run")
-    _require(config.steps >= 0, config, "steps", "must not be negative; 0 takes the run's eval_steps")
-    _require(config.guidance is None or config.guidance >= 0, config, "guidance", "must not be negative")
-    _require(0 <= config.seed < 2**32, config, "seed", "must lie in 0 to 2**32 - 1")
+    require(config.steps >= 0, config, "steps", "must not be negative; 0 takes the run's eval_steps")
+    require(config.guidance is None or config.guidance >= 0, config, "guidance", "must not be negative")
+    require(0 <= config.seed < 2**32, config, "seed", "must lie in 0 to 2**32 - 1")
     run_dir = Path(config.run_dir)
     run_config, _ = load_config(run_dir)
     if config.weights == "average" and not run_config.ema_decay:
@@ -243,12 +243,6 @@ def _load_run(config: EvaluateConfig | SampleConfig) -> tuple[Path, Experiment, 
         state = checkpoints.restore(update, state)
     params = state.params if config.weights == "trained" else experiment.evaluated_params(state)
     return run_dir, experiment, params, update
-
-
-def _require(condition: bool, config: Any, field: str, fix: str) -> None:
-    """Raises a ConfigError about `field` unless the condition holds."""
-    if not condition:
-        raise ConfigError(f"{option(field)} {getattr(config, field)}: {fix}")
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:

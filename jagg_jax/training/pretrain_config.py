@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jagg_jax.training.config import closest, option
+from jagg_jax.training.config import closest, option, require
 from jagg_jax.training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,20 +70,20 @@ def validate(config: PretrainConfig) -> None:
       ConfigError: at the first field that can't be used; one line with the option, its value and the fix.
     """
     for field in ("updates", "batch_size", "eval_steps", "width", "depth", "num_heads"):
-        _require(config, field, _whole(config, field) and getattr(config, field) >= 1, "must be a whole number above 0")
+        require(_whole(config, field) and getattr(config, field) >= 1, config, field, "must be a whole number above 0")
     for field in ("warmup_updates", "eval_prompts"):
-        _require(config, field, _whole(config, field) and getattr(config, field) >= 0, "must be a whole number from 0")
-    _require(config, "seed", _whole(config, "seed") and 0 <= config.seed < 2**32, "must lie in 0 to 2**32 - 1")
+        require(_whole(config, field) and getattr(config, field) >= 0, config, field, "must be a whole number from 0")
+    require(_whole(config, "seed") and 0 <= config.seed < 2**32, config, "seed", "must lie in 0 to 2**32 - 1")
     for field in ("learning_rate", "max_grad_norm"):
-        _require(config, field, 0 < getattr(config, field) < math.inf, "must be above 0 and finite")
+        require(0 < getattr(config, field) < math.inf, config, field, "must be above 0 and finite")
     for field in ("final_learning_rate", "weight_decay"):
-        _require(config, field, 0 <= getattr(config, field) < math.inf, "must be finite and not negative")
+        require(0 <= getattr(config, field) < math.inf, config, field, "must be finite and not negative")
     for field in ("ema_decay", "condition_dropout"):
-        _require(config, field, 0 <= getattr(config, field) < 1, "must be at least 0 and below 1")
+        require(0 <= getattr(config, field) < 1, config, field, "must be at least 0 and below 1")
     fix = f"must be at most --learning-rate {config.learning_rate}"
-    _require(config, "final_learning_rate", config.final_learning_rate <= config.learning_rate, fix)
-    _require(
-        config, "warmup_updates", config.warmup_updates < config.updates, f"must be below --updates {config.updates}"
+    require(config.final_learning_rate <= config.learning_rate, config, "final_learning_rate", fix)
+    require(
+        config.warmup_updates < config.updates, config, "warmup_updates", f"must be below --updates {config.updates}"
     )
     _check_task(config)
     model_config(config)
@@ -117,26 +117,20 @@ def _check_task(config: PretrainConfig) -> None:
     """The task exists and has enough held-out prompts."""
     from jagg_jax.prompts import TASKS
 
-    _require(config, "task", config.task in TASKS, f"choose from {', '.join(TASKS)}{closest(config.task, TASKS)}")
+    require(config.task in TASKS, config, "task", f"choose from {', '.join(TASKS)}{closest(config.task, TASKS)}")
     held_out = len(TASKS[config.task].prompts("eval"))
     fix = f"task {config.task} has {held_out} held-out prompts; ask for at most that many"
-    _require(config, "eval_prompts", config.eval_prompts <= held_out, fix)
+    require(config.eval_prompts <= held_out, config, "eval_prompts", fix)
 
 
 def _check_output(config: PretrainConfig) -> None:
     """The file can be written, and nothing is lost by it."""
     path = Path(config.output)
-    _require(config, "output", path.suffix == ".safetensors", "name a .safetensors file to write")
-    _require(config, "output", not path.is_dir(), "is a folder; name a file")
-    _require(config, "output", config.overwrite or not path.exists(), "exists; add --overwrite or name another file")
+    require(path.suffix == ".safetensors", config, "output", "name a .safetensors file to write")
+    require(not path.is_dir(), config, "output", "is a folder; name a file")
+    require(config.overwrite or not path.exists(), config, "output", "exists; add --overwrite or name another file")
 
 
 def _whole(config: PretrainConfig, field: str) -> bool:
     """Whether a field holds an integer that is no truth value."""
     return isinstance(getattr(config, field), int) and not isinstance(getattr(config, field), bool)
-
-
-def _require(config: PretrainConfig, field: str, condition: bool, fix: str) -> None:
-    """Raise a ConfigError about `field` unless the condition holds."""
-    if not condition:
-        raise ConfigError(f"{option(field)} {getattr(config, field)}: {fix}")
