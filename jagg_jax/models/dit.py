@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jagg_jax.models.layers import Linear, Remat, apply_stack, check_remat, stack_blocks
+
 TIME_SCALE = 100.0  # sigma in [0, 1] times this is the phase of the fastest sinusoid; lower is smoother in sigma
 MAX_PERIOD = 10_000.0
 NORM_EPSILON = 1e-6
@@ -45,8 +47,10 @@ class DiTConfig:
     """Also add character k's embedding to the image tokens of the k-th slot of the image's width."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of the matrix products; parameters, norms, softmax and output stay float32."""
-    remat: bool = False
-    """Recompute each block's activations in the backward pass instead of storing them."""
+    remat: Remat = "none"
+    """What the backward pass recomputes in each block; see `layers.apply_stack`."""
+    scan_layers: bool = False
+    """Compile one block and loop over it instead of repeating it in the program: for deep models."""
 
     def __post_init__(self):
         """Checks the sizes against each other (lists, as JSON gives them, become tuples)."""
@@ -75,6 +79,7 @@ class DiTConfig:
             )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r}: choose 'float32' or 'bfloat16'")
+        check_remat(self.remat)
 
     @property
     def grid_shape(self) -> tuple[int, int]:
@@ -133,7 +138,7 @@ class Modulation(nnx.Module):
     def __init__(self, width: int, parts: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         """Creates the zero-initialised projection."""
         self.parts = parts
-        self.linear = nnx.Linear(width, parts * width, dtype=dtype, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.linear = Linear(width, parts * width, dtype=dtype, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, time: jax.Array) -> list[jax.Array]:
         """[B, D] -> `parts` arrays [B, 1, D]."""
@@ -146,8 +151,8 @@ class Attention(nnx.Module):
     def __init__(self, width: int, num_heads: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         """Creates the query/key/value and output projections."""
         self.num_heads = num_heads
-        self.qkv = nnx.Linear(width, 3 * width, dtype=dtype, rngs=rngs)
-        self.out = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
+        self.qkv = Linear(width, 3 * width, dtype=dtype, rngs=rngs)
+        self.out = Linear(width, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, N, D] -> [B, N, D]."""
@@ -161,13 +166,10 @@ class Attention(nnx.Module):
 
 
 # Which axis of which parameter is split over the tensor axis of a mesh: attention heads and the MLP's hidden columns.
+# Counted from the end, so that a stack of blocks is split as one block is; adapters are split as the maps they adapt.
 TENSOR_RULES = {
-    r"attention\.qkv\.kernel$": 1,
-    r"attention\.qkv\.bias$": 0,
-    r"attention\.out\.kernel$": 0,
-    r"mlp_in\.kernel$": 1,
-    r"mlp_in\.bias$": 0,
-    r"mlp_out\.kernel$": 0,
+    r"(attention\.qkv|mlp_in)\.(kernel|bias|lora_b)$": -1,
+    r"(attention\.out|mlp_out)\.(kernel|lora_a)$": -2,
 }
 
 
@@ -179,8 +181,8 @@ class Block(nnx.Module):
         width, hidden = config.width, config.mlp_ratio * config.width
         self.modulation = Modulation(width, 6, dtype, rngs)
         self.attention = Attention(width, config.num_heads, dtype, rngs)
-        self.mlp_in = nnx.Linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.mlp_out = nnx.Linear(hidden, width, dtype=dtype, rngs=rngs)
+        self.mlp_in = Linear(width, hidden, dtype=dtype, rngs=rngs)
+        self.mlp_out = Linear(hidden, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
         """[B, N, D], time [B, D] -> [B, N, D]."""
@@ -198,15 +200,15 @@ class DiT(nnx.Module):
         self.config = config
         dtype, width = jnp.dtype(config.dtype), config.width
         patch_size = config.patch_shape[0] * config.patch_shape[1] * config.image_shape[2]
-        self.patch_in = nnx.Linear(patch_size, width, dtype=dtype, rngs=rngs)
+        self.patch_in = Linear(patch_size, width, dtype=dtype, rngs=rngs)
         # Comparable to the positions beside it, so that the prompt is heard early; Flax's default is 0.09 at width 128.
         embedding_init = nnx.initializers.normal(0.35)
         self.characters = nnx.Embed(config.vocab_size, width, dtype=dtype, embedding_init=embedding_init, rngs=rngs)
-        self.time_in = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
-        self.time_out = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(config, dtype, rngs) for _ in range(config.depth)])
+        self.time_in = Linear(width, width, dtype=dtype, rngs=rngs)
+        self.time_out = Linear(width, width, dtype=dtype, rngs=rngs)
+        self.blocks = stack_blocks(lambda rngs: Block(config, dtype, rngs), config.depth, rngs)
         self.modulation = Modulation(width, 2, dtype, rngs)
-        self.patch_out = nnx.Linear(width, patch_size, dtype=dtype, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.patch_out = Linear(width, patch_size, dtype=dtype, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, latents: jax.Array, sigma: jax.Array, tokens: jax.Array) -> jax.Array:
         """Predicts the velocity noise - x0.
@@ -224,9 +226,7 @@ class DiT(nnx.Module):
         # The phase is taken in float32: bfloat16 cannot tell neighbouring sigmas apart.
         phase = sinusoids(TIME_SCALE * sigma.astype(jnp.float32), config.width).astype(x.dtype)
         time = self.time_out(nnx.silu(self.time_in(phase)))
-        apply = jax.checkpoint(Block.__call__) if config.remat else Block.__call__
-        for block in self.blocks:
-            x = apply(block, x, time)
+        x = apply_stack(self.blocks, x, time, remat=config.remat, scan=config.scan_layers)
         shift, scale = self.modulation(time)
         image_tokens = x[:, : config.grid_shape[0] * config.grid_shape[1]]
         patches = self.patch_out(modulated_norm(image_tokens, shift, scale))

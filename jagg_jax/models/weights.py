@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
@@ -16,17 +17,20 @@ from safetensors.numpy import save
 
 from jagg_jax.models.dit import DiT, DiTConfig
 from jagg_jax.models.functional import Params, VelocityFn, as_function
+from jagg_jax.models.layers import Remat
+from jagg_jax.models.lora import Adapters, add_adapters, count_adapted, merge_params, split_adapters
 
 MAX_NAMES = 5  # names listed for each kind of fault in an error
 
 
 class LoadedModel(NamedTuple):
-    """A model rebuilt from one file."""
+    """A model rebuilt from one file; `params` include the adapters, if any, and `num_adapted` counts their matrices."""
 
     config: DiTConfig
     task: str
     velocity_fn: VelocityFn
     params: Params
+    num_adapted: int = 0
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def load_weights(
         "not finite": _non_finite(tensors),
     }
     _refuse(path, faults)
-    place = place or (lambda _, tensor: jax.numpy.asarray(tensor))
+    place = place or (lambda _, tensor: jnp.asarray(tensor))
     return jax.tree.unflatten(jax.tree.structure(like), [place(name, tensors[name]) for name in expected])
 
 
@@ -113,29 +117,55 @@ def load_model(
     path: str | os.PathLike,
     *,
     dtype: str | None = None,
-    remat: bool | None = None,
+    remat: Remat | None = None,
+    scan_layers: bool | None = None,
+    adapters: Adapters | None = None,
+    adapter_key: jax.Array | None = None,
+    frozen_dtype: jnp.dtype = jnp.bfloat16,
     place: Callable[[str, np.ndarray], jax.Array] | None = None,
 ) -> LoadedModel:
     """Rebuilds a `DiT` from a weights file alone.
 
     Args:
       path: a file written by `save_weights` with `model_metadata`.
-      dtype, remat: replace the stored compute type and rematerialisation (they change no weight).
-      place: as `load_weights`.
+      dtype, remat, scan_layers: replace what the file says of how to compute (they change no weight).
+      adapters: adds these; the file's weights are then frozen and kept in `frozen_dtype`.
+      adapter_key: PRNG key that draws the adapters.
+      frozen_dtype: of the file's weights under adapters.
+      place: as `load_weights`; adapters go through it too.
     Raises:
-      ValueError: no such file, a damaged one, one without a model's metadata, or tensors that do not fit it.
+      ValueError: no such file, a damaged one, one without a model's metadata, tensors that do not fit it, or adapters
+        that do not fit the model.
     """
     metadata = read_metadata(path)
     if not {"task", "model"} <= metadata.keys():
         raise ValueError(f"{path}: holds no task and model in its metadata; it was not written by the pre-training")
-    overrides = {key: value for key, value in (("dtype", dtype), ("remat", remat)) if value is not None}
+    overrides = {"dtype": dtype, "remat": remat, "scan_layers": scan_layers}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
     try:
         config = DiTConfig(**{**json.loads(metadata["model"]), **overrides})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: its model configuration is not valid: {error}") from error
+    key = jax.random.key(0) if adapter_key is None else adapter_key
+
+    def build(key: jax.Array) -> DiT:
+        module = DiT(config, rngs=nnx.Rngs(key))
+        if adapters is not None:
+            add_adapters(module, adapters, nnx.Rngs(jax.random.fold_in(key, 1)))
+        return module
+
     # Abstract: the random initial weights would be thrown away.
-    velocity_fn, like = as_function(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))))
-    return LoadedModel(config, metadata["task"], velocity_fn, load_weights(path, like, place))
+    velocity_fn, like = as_function(nnx.eval_shape(build, key))
+    like, adapters_like = split_adapters(like)
+    if adapters is None:
+        return LoadedModel(config, metadata["task"], velocity_fn, load_weights(path, like, place))
+    place = place or (lambda _, tensor: jnp.asarray(tensor))
+    frozen = load_weights(path, like, lambda name, tensor: place(name, tensor.astype(frozen_dtype)))
+    # compiled, so that only the adapters are drawn
+    drawn = jax.jit(lambda key: split_adapters(as_function(build(key))[1])[1])(key)
+    placed = [place(name, np.asarray(array)) for name, array in flatten(drawn).items()]
+    trained = jax.tree.unflatten(jax.tree.structure(adapters_like), placed)
+    return LoadedModel(config, metadata["task"], velocity_fn, merge_params(frozen, trained), count_adapted(trained))
 
 
 def _read(path: str | os.PathLike, with_tensors: bool = True) -> tuple[dict[str, np.ndarray], dict[str, str]]:
