@@ -2,6 +2,9 @@
 
 from jagg_jax.models.dit import TENSOR_RULES, DiT, DiTConfig
 from jagg_jax.models.functional import Params, VelocityFn, as_function, count_parameters
+from jagg_jax.models.lora import AdapterError, Adapters, merge_params, split_adapters
+from jagg_jax.models.sd3 import SD3, SD3_TENSOR_RULES, TextEmbeddings
+from jagg_jax.models.sd3_config import SD3Config
 from jagg_jax.models.weights import (
     LoadedModel,
     load_model,
@@ -12,17 +15,25 @@ from jagg_jax.models.weights import (
 )
 
 __all__ = [
+    "SD3",
+    "SD3_TENSOR_RULES",
     "TENSOR_RULES",
+    "AdapterError",
+    "Adapters",
     "DiT",
     "DiTConfig",
     "LoadedModel",
     "Params",
+    "SD3Config",
+    "TextEmbeddings",
     "VelocityFn",
     "as_function",
     "count_parameters",
     "load_model",
     "load_weights",
+    "merge_params",
     "model_metadata",
     "read_metadata",
     "save_weights",
+    "split_adapters",
 ]
