@@ -4,11 +4,13 @@ These names are the public contract and need nothing but JAX. Models, rewards, p
 imported only where they are used.
 """
 
-from jagg_jax.backward import jagg_velocities, jagg_vjp, planned_velocities, planned_vjp
+from jagg_jax.backward import first_order_velocities, jagg_velocities, jagg_vjp, planned_velocities, planned_vjp
 from jagg_jax.flow import CPS, ODE, DanceSDE, FlowSDE, dynamic_shift, flow_sigmas, with_guidance
 from jagg_jax.grpo import group_advantages, grpo_loss, kl_to_reference
 from jagg_jax.plans import (
     BackwardPlan,
+    anchor_plan,
+    debiased_plan,
     exact_plan,
     hat_plan,
     index_alphas,
@@ -26,8 +28,11 @@ __all__ = [
     "FlowSDE",
     "Trajectory",
     "Transitions",
+    "anchor_plan",
+    "debiased_plan",
     "dynamic_shift",
     "exact_plan",
+    "first_order_velocities",
     "flow_sigmas",
     "group_advantages",
     "grpo_loss",

@@ -32,6 +32,7 @@ def planned_vjp(
     *cond: PyTree,
     plan: BackwardPlan,
     cached: jax.Array | None = None,
+    previous: jax.Array | None = None,
     batch_anchors: int | None = None,
 ) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
     """Velocities of N steps, and the function that pulls their cotangents back through the plan's K anchors only.
@@ -49,6 +50,8 @@ def planned_vjp(
       plan: for N steps.
       cached: [N, B, ...], velocities already known for `params`, as they are in the first update after a rollout. They
         are returned as they came, and the steps that are no anchors are not evaluated.
+      previous: [N, B, ...], velocities at other parameters nearby, in place of `cached`: those of the rollout, in the
+        updates after the first. Only the anchors are evaluated, the steps between get `first_order_velocities`.
       batch_anchors: how many anchors one VJP stacks; all K by default. A smaller number keeps the activations of that
         many anchors at a time: `vjp_fn` then runs forward and backward chunk by chunk, and, unless `cached` is given,
         the velocities come from a forward of their own.
@@ -59,9 +62,31 @@ def planned_vjp(
         parameter's dtype at the end.
 
     Raises:
-      ValueError: shapes that don't agree, `batch_anchors` below 1, or parameters that are not floating point.
+      ValueError: shapes that don't agree, both `cached` and `previous`, `batch_anchors` below 1, or parameters that are
+        not floating point.
     """
-    sigmas = _check(params, latents, sigmas, plan, cached)
+    options = {"plan": plan, "cached": cached, "previous": previous, "batch_anchors": batch_anchors}
+    velocities, pull_back = anchored_vjp(velocity_fn, params, latents, sigmas, *cond, **options)
+    return velocities, lambda cotangents: pull_back(cotangents)[0]
+
+
+def anchored_vjp(
+    velocity_fn: VelocityFn,
+    params: PyTree,
+    latents: jax.Array,
+    sigmas: jax.Array,
+    *cond: PyTree,
+    plan: BackwardPlan,
+    cached: jax.Array | None = None,
+    previous: jax.Array | None = None,
+    batch_anchors: int | None = None,
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[PyTree, jax.Array]]]:
+    """`planned_vjp` whose second function also returns what the linearised forward computed at the anchors.
+
+    Arguments, shapes and errors are those of `planned_vjp`; `pull_back(cotangents)` returns the gradient and the
+    anchors' velocities, float32 [K, B, ...], which differ from cached ones as far as the program that made those did.
+    """
+    sigmas = _check(params, latents, sigmas, plan, cached, previous)
     num_anchors = plan.num_anchors
     if batch_anchors is not None and batch_anchors < 1:
         raise ValueError(f"batch_anchors is {batch_anchors}; it must be at least 1, or None for all {num_anchors}")
@@ -69,23 +94,26 @@ def planned_vjp(
 
     if batch_anchors is None or batch_anchors >= num_anchors:
         anchor_velocities, anchor_vjp = jax.vjp(lambda p: anchor_fn(p, plan.anchors), params)
-        velocities = _complete(velocity_fn, params, anchor_velocities, latents, sigmas, cond, plan, cached)
+        velocities = _complete(velocity_fn, params, anchor_velocities, latents, sigmas, cond, plan, cached, previous)
 
-        def vjp_fn(cotangents: jax.Array) -> PyTree:
-            return anchor_vjp(_composite_cotangents(plan, cotangents, latents))[0]
+        def pull_back(cotangents: jax.Array) -> tuple[PyTree, jax.Array]:
+            return anchor_vjp(_composite_cotangents(plan, cotangents, latents))[0], anchor_velocities
 
-        return velocities, vjp_fn
+        return velocities, pull_back
 
-    if cached is None:
+    if previous is not None:
+        at_anchors = _map_steps(velocity_fn, params, latents[plan.anchors], sigmas[plan.anchors], cond)
+        velocities = first_order_velocities(plan, at_anchors, previous)
+    elif cached is None:
         velocities = _map_steps(velocity_fn, params, latents, sigmas, cond)
     else:
         velocities = cached.astype(jnp.float32)
 
-    def chunked_vjp_fn(cotangents: jax.Array) -> PyTree:
+    def pull_back_in_chunks(cotangents: jax.Array) -> tuple[PyTree, jax.Array]:
         composite = _composite_cotangents(plan, cotangents, latents)
         return _vjp_in_chunks(anchor_fn, params, plan.anchors, composite, batch_anchors)
 
-    return velocities, chunked_vjp_fn
+    return velocities, pull_back_in_chunks
 
 
 def planned_velocities(
@@ -110,6 +138,32 @@ def planned_velocities(
     values = _complete(velocity_fn, params, detached, latents, sigmas, cond, plan, cached)
     # the difference is zero in value and carries the anchors' Jacobians
     return jax.lax.stop_gradient(values) + _interpolate(plan, anchor_velocities - detached)
+
+
+def first_order_velocities(plan: BackwardPlan, anchor_velocities: jax.Array, previous: jax.Array) -> jax.Array:
+    """Velocities of all N steps after a small change of the parameters, from those of the K anchors alone.
+
+        v_j = previous_j + sum over anchors of M[j, a] (v_a - previous_a),
+
+    and v_a itself at an anchor. The error is what interpolation misses of the change v_j - previous_j: of first order
+    in the change of the parameters, times a small factor of the plan's (a quarter for half the spacing), and 0 where
+    the change is linear in the noise level. A loss of these values has, as a function of the parameters, exactly the
+    plan's gradient where anchors' rows of M are those anchors alone; other plans (`subset`) are better off recomputing.
+
+    Args:
+      plan: for N steps and K anchors.
+      anchor_velocities: [K, B, ...], at the new parameters, in the order of `plan.anchors`.
+      previous: [N, B, ...], at the old ones.
+
+    Returns:
+      float32 [N, B, ...].
+    """
+    anchor_velocities, previous = anchor_velocities.astype(jnp.float32), previous.astype(jnp.float32)
+    velocities = previous + _interpolate(plan, anchor_velocities - previous[plan.anchors])
+    column = jnp.full(plan.num_steps, -1, jnp.int32).at[plan.anchors].set(jnp.arange(plan.num_anchors, dtype=jnp.int32))
+    is_anchor = (column >= 0).reshape(-1, *(1 for _ in previous.shape[1:]))
+    # a gather, as in _complete; an anchor's own velocity is known to the last bit
+    return jnp.where(is_anchor, anchor_velocities[column], velocities)
 
 
 def jagg_vjp(
@@ -164,7 +218,7 @@ def jagg_velocities(
     return planned_velocities(velocity_fn, params, latents, sigmas, *cond, plan=plan, cached=cached)
 
 
-def _check(params: PyTree, latents, sigmas, plan: BackwardPlan, cached) -> jax.Array:
+def _check(params: PyTree, latents, sigmas, plan: BackwardPlan, cached, previous=None) -> jax.Array:
     """Checks what is static (and the anchors where they are known); returns sigmas as float32 [N, B]."""
     shapes = f"plan.anchors has shape {plan.anchors.shape}, plan.weights {plan.weights.shape}"
     if plan.weights.ndim not in (2, 3) or plan.anchors.shape != plan.weights.shape[1:2] or plan.num_anchors == 0:
@@ -178,8 +232,11 @@ def _check(params: PyTree, latents, sigmas, plan: BackwardPlan, cached) -> jax.A
         raise ValueError(f"sigmas has shape {sigmas.shape}; expected ({num_steps},) or ({num_steps}, {batch})")
     if plan.weights.shape[2:] not in ((), (batch,)):
         raise ValueError(f"plan.weights has shape {plan.weights.shape}; a third axis must be the batch of {batch}")
-    if cached is not None and cached.shape != latents.shape:
-        raise ValueError(f"cached has shape {cached.shape}, latents {latents.shape}; they must be the same")
+    if cached is not None and previous is not None:
+        raise ValueError("cached and previous are both given; velocities are known either for params or for others")
+    for name, known in (("cached", cached), ("previous", previous)):
+        if known is not None and known.shape != latents.shape:
+            raise ValueError(f"{name} has shape {known.shape}, latents {latents.shape}; they must be the same")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             name = jax.tree_util.keystr(path)
@@ -207,10 +264,12 @@ def _map_steps(velocity_fn, params, latents, sigmas, cond) -> jax.Array:
     return jax.lax.map(lambda step: velocity_fn(params, *step, *cond).astype(jnp.float32), (latents, sigmas))
 
 
-def _complete(velocity_fn, params, anchor_velocities, latents, sigmas, cond, plan, cached) -> jax.Array:
+def _complete(velocity_fn, params, anchor_velocities, latents, sigmas, cond, plan, cached, previous=None) -> jax.Array:
     """The velocities of all N steps: the cached ones, or the anchors' joined by those of the steps between."""
     if cached is not None:
         return cached.astype(jnp.float32)
+    if previous is not None:
+        return first_order_velocities(plan, anchor_velocities, previous)
     order, velocities = plan.anchors.astype(jnp.int32), anchor_velocities
     num_interior = plan.num_steps - plan.num_anchors
     if num_interior > 0:
@@ -243,18 +302,21 @@ def _einsum(subscripts: str, weights: jax.Array, values: jax.Array) -> jax.Array
     return jnp.einsum(subscripts, weights, values, precision=jax.lax.Precision.HIGHEST)
 
 
-def _vjp_in_chunks(anchor_fn, params, anchors, composite, chunk: int) -> PyTree:
-    """Sum over anchors of J_a^T c_a, `chunk` anchors linearised at a time."""
+def _vjp_in_chunks(anchor_fn, params, anchors, composite, chunk: int) -> tuple[PyTree, jax.Array]:
+    """Sum over anchors of J_a^T c_a, and the anchors' velocities; `chunk` anchors are linearised at a time."""
 
-    def add_chunk(total: PyTree, anchors_and_cotangents) -> PyTree:
+    def add_chunk(total: PyTree, anchors_and_cotangents) -> tuple[PyTree, jax.Array]:
         steps, cotangents = anchors_and_cotangents
-        (gradient,) = jax.vjp(lambda p: anchor_fn(p, steps), params)[1](cotangents)
-        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
+        velocities, vjp_fn = jax.vjp(lambda p: anchor_fn(p, steps), params)
+        (gradient,) = vjp_fn(cotangents)
+        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient), velocities
 
     whole = anchors.shape[0] // chunk * chunk
     chunks = jax.tree.map(lambda a: a[:whole].reshape(-1, chunk, *a.shape[1:]), (anchors, composite))
     total = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)
-    total, _ = jax.lax.scan(lambda carry, x: (add_chunk(carry, x), None), total, chunks)
+    total, velocities = jax.lax.scan(add_chunk, total, chunks)
+    velocities = velocities.reshape(whole, *composite.shape[1:])
     if whole < anchors.shape[0]:
-        total = add_chunk(total, (anchors[whole:], composite[whole:]))
-    return jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), total, params)
+        total, rest = add_chunk(total, (anchors[whole:], composite[whole:]))
+        velocities = jnp.concatenate([velocities, rest])
+    return jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), total, params), velocities

@@ -2,16 +2,19 @@
 
 Every plan is the same linear map, a matrix M [N, K] over the N trained steps and K anchors; see `backward.planned_vjp`.
 
-| plan     | M                                                     | backward passes for N steps |
-|----------|-------------------------------------------------------|-----------------------------|
-| `exact`  | the identity                                          | N                           |
-| `jagg`   | block-diagonal, two anchors a group of W steps        | about 2N / W                |
-| `hat`    | bidiagonal, neighbouring groups share their anchor    | about (N - 1) / (W - 1) + 1 |
-| `subset` | N / K on a random subset of K steps, zero elsewhere   | K                           |
+| plan       | M                                                     | backward passes for N steps |
+|------------|-------------------------------------------------------|-----------------------------|
+| `exact`    | the identity                                          | N                           |
+| `jagg`     | block-diagonal, two anchors a group of W steps        | about 2N / W                |
+| `hat`      | bidiagonal, neighbouring groups share their anchor    | about (N - 1) / (W - 1) + 1 |
+| `anchor`   | the same between anchors that stand anywhere          | K                           |
+| `debiased` | one of these plus one random interior step a group    | one more a group            |
+| `subset`   | N / K on a random subset of K steps, zero elsewhere   | K                           |
 """
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -124,19 +127,112 @@ def hat_plan(sigmas: jax.Array, steps_per_group: int, jagg_frac: float = 1.0, ph
     spacing = max(steps_per_group - 1, 1)
     if not 0 <= phase < spacing:
         raise ValueError(f"phase is {phase}; for steps_per_group {steps_per_group} it must be in [0, {spacing})")
-    if num_grouped == 0:
-        return exact_plan(num_steps)
-    if steps_per_group == 1:
-        anchors = list(range(num_grouped))
-    else:
-        anchors = sorted({0, num_grouped - 1, *range(phase, num_grouped, spacing)})
-    sigmas = jnp.asarray(sigmas, jnp.float32)
-    weights = jnp.zeros((num_steps, len(anchors)), jnp.float32).at[0, 0].set(1.0)
-    for column, (left, right) in enumerate(itertools.pairwise(anchors)):
-        alphas = sigma_alphas(sigmas[left : right + 1])
-        weights = weights.at[left : right + 1, column].set(1.0 - alphas)
-        weights = weights.at[left : right + 1, column + 1].set(alphas)
-    return _with_exact_tail(anchors, weights, num_grouped)
+    grid = {0, num_grouped - 1, *range(phase, num_grouped, spacing)} if num_grouped else set()
+    return anchor_plan(sigmas, sorted({*grid, *range(num_grouped, num_steps)}))
+
+
+def anchor_plan(sigmas: jax.Array, anchors: Sequence[int]) -> BackwardPlan:
+    """Linear interpolation in the noise level between neighbouring anchors, which may stand anywhere.
+
+    `hat_plan` is the one whose anchors are equally far apart; `calibration.choose_anchors` finds others by measurement.
+
+    Args:
+      sigmas: [N], the trained steps' noise levels, in order.
+      anchors: Python ints, increasing, from 0 to N - 1.
+
+    Raises:
+      ValueError: an argument outside its range.
+    """
+    num_steps = _check_sigmas(sigmas)
+    anchors = np.asarray(anchors)
+    if anchors.ndim != 1 or not anchors.size or anchors[0] != 0 or anchors[-1] != num_steps - 1:
+        raise ValueError(f"anchors is {anchors.tolist()}; the first must be 0 and the last {num_steps - 1}")
+    if not np.issubdtype(anchors.dtype, np.integer) or np.any(np.diff(anchors) < 1):
+        raise ValueError(f"anchors is {anchors.tolist()}; give whole numbers that increase")
+    sigmas, steps = jnp.asarray(sigmas, jnp.float32), np.arange(num_steps)
+    left = np.clip(np.searchsorted(anchors, steps, side="right") - 1, 0, max(len(anchors) - 2, 0))
+    right = np.minimum(left + 1, len(anchors) - 1)
+    first, last = sigmas[anchors[left]], sigmas[anchors[right]]
+    alphas = (first - sigmas) / jnp.where(first == last, 1.0, first - last)
+    weights = jnp.zeros((num_steps, len(anchors)), jnp.float32)
+    weights = weights.at[steps, left].set(1.0 - alphas).at[steps, right].add(alphas)
+    return BackwardPlan(jnp.asarray(anchors, jnp.int32), weights)
+
+
+def debiased_plan(plan: BackwardPlan, key: jax.Array, probabilities: jax.Array | None = None) -> BackwardPlan:
+    """An interpolating plan plus one random interior step a group, so that the mean over draws is the exact gradient.
+
+    A group's interior is a maximal run of steps that are no anchors. In each, step j is drawn with probability p_j; see
+    `with_interior_steps` for what becomes of M. The variance is least where p_j is proportional to the norm of what
+    interpolation misses at step j, (J_j - sum over a of M[j, a] J_a)^T u_j; `fidelity.plan_fidelity` measures it.
+
+    Args:
+      plan: an interpolating plan (`jagg_plan`, `hat_plan`, `anchor_plan`); its anchors must be known, not traced.
+      key: PRNG key of the draw; may be traced. The number of anchors, one more a run, does not depend on it.
+      probabilities: [N], positive, of the interior steps; need not sum to 1, they are normalised in each run. Equal by
+        default. Entries at anchors are ignored.
+
+    Raises:
+      ValueError: traced anchors, a plan that does not interpolate, or probabilities that are not positive.
+    """
+    _check_interpolates(plan)
+    runs = interior_runs(plan)
+    if not runs:
+        return plan
+    probabilities = _run_probabilities(plan, probabilities)
+    # the largest of log p + Gumbel noise is a draw with probabilities p
+    scores = jnp.log(probabilities) + jax.random.gumbel(key, (plan.num_steps,), jnp.float32)
+    steps = [run.start + jnp.argmax(scores[run.start : run.stop]) for run in runs]
+    return with_interior_steps(plan, jnp.stack(steps), probabilities)
+
+
+def with_interior_steps(plan: BackwardPlan, steps: jax.Array, probabilities: jax.Array | None = None) -> BackwardPlan:
+    """`debiased_plan` with the drawn steps given: one in each of `interior_runs(plan)`, in their order.
+
+    A drawn step j becomes an anchor that receives u_j / p_j, and the others lose their share of it:
+
+        M'[j, j] = 1 / p_j,    M'[j, a] = M[j, a] (1 - 1 / p_j),    all other rows as they were.
+
+    The gradient thus gains (1 / p_j) (J_j - sum over a of M[j, a] J_a)^T u_j, whose mean over draws is what the plan
+    misses in that run: E[M'] is the identity. Every row of M' sums to 1 when those of M do, whatever is drawn.
+
+    Args:
+      plan: an interpolating plan whose anchors are known.
+      steps: int [number of runs]; may be traced.
+      probabilities: as for `debiased_plan`.
+
+    Raises:
+      ValueError: as `debiased_plan`, or `steps` of another length or outside their runs.
+    """
+    _check_interpolates(plan)
+    runs, probabilities = interior_runs(plan), _run_probabilities(plan, probabilities)
+    steps = jnp.asarray(steps, jnp.int32)
+    if steps.shape != (len(runs),):
+        raise ValueError(f"steps has shape {steps.shape}; give one for each of the {len(runs)} runs of interior steps")
+    if not isinstance(steps, jax.core.Tracer):
+        chosen = np.asarray(steps).tolist()
+        if not all(step in run for step, run in zip(chosen, runs, strict=True)):
+            raise ValueError(f"steps is {chosen}; give one of each run, {', '.join(str(list(run)) for run in runs)}")
+    boost = 1.0 / probabilities[steps]
+    # a third axis of the weights, if there is one, is the batch
+    boost = boost.reshape(len(runs), *(1 for _ in plan.weights.shape[2:]))
+    weights = plan.weights.at[steps].multiply(1.0 - boost[:, None])
+    columns = jnp.zeros((plan.num_steps, len(runs), *plan.weights.shape[2:]), jnp.float32)
+    columns = columns.at[steps, jnp.arange(len(runs))].set(jnp.broadcast_to(boost, columns.shape[1:]))
+    return BackwardPlan(jnp.concatenate([plan.anchors, steps]), jnp.concatenate([weights, columns], axis=1))
+
+
+def interior_runs(plan: BackwardPlan) -> tuple[range, ...]:
+    """The maximal runs of neighbouring steps that are no anchors, in order.
+
+    Raises:
+      ValueError: traced anchors, whose runs can't be known.
+    """
+    if isinstance(plan.anchors, jax.core.Tracer):
+        raise ValueError("plan.anchors is traced; build the plan outside of jit and close over it")
+    anchors = np.asarray(plan.anchors)
+    edges = [-1, *sorted(anchors.tolist()), plan.num_steps]
+    return tuple(range(left + 1, right) for left, right in itertools.pairwise(edges) if right - left > 1)
 
 
 def subset_plan(key: jax.Array, num_steps: int, num_anchors: int) -> BackwardPlan:
@@ -189,16 +285,52 @@ def _with_exact_tail(anchors: list[int], weights: jax.Array, num_grouped: int) -
     return BackwardPlan(jnp.array(indices, jnp.int32), jnp.concatenate([weights, tail], axis=1))
 
 
-def _grouped_steps(sigmas: jax.Array, steps_per_group: int, jagg_frac: float) -> tuple[int, int]:
-    """Checks what the grouping plans share; returns N and the number of grouped steps."""
+def _check_interpolates(plan: BackwardPlan) -> None:
+    """Refuses, where its values are known, a plan that does not leave its anchors alone."""
+    if isinstance(plan.weights, jax.core.Tracer) or isinstance(plan.anchors, jax.core.Tracer):
+        return
+    rows = np.asarray(plan.weights)[np.asarray(plan.anchors)]
+    identity = np.eye(plan.num_anchors).reshape(plan.num_anchors, plan.num_anchors, *(1 for _ in rows.shape[2:]))
+    if not np.allclose(rows, identity, atol=1e-5):
+        raise ValueError("plan does not interpolate: an anchor's row of plan.weights must be that anchor alone")
+
+
+def _run_probabilities(plan: BackwardPlan, probabilities: jax.Array | None) -> jax.Array:
+    """Probabilities float32 [N] that sum to 1 in each run of interior steps, and are 1 at the anchors."""
+    if probabilities is None:
+        probabilities = jnp.ones(plan.num_steps, jnp.float32)
+    probabilities = jnp.asarray(probabilities, jnp.float32)
+    if probabilities.shape != (plan.num_steps,):
+        raise ValueError(f"probabilities has shape {probabilities.shape}; give one a step, ({plan.num_steps},)")
+    runs = interior_runs(plan)
+    if not isinstance(probabilities, jax.core.Tracer):
+        given = np.asarray(probabilities)
+        inside = [float(given[step]) for run in runs for step in run]
+        if not all(0.0 < value < np.inf for value in inside):
+            raise ValueError(f"probabilities of the interior steps are {inside}; all must be positive and finite")
+    run_of = np.full(plan.num_steps, -1)
+    for index, run in enumerate(runs):
+        run_of[run.start : run.stop] = index
+    same_run = (run_of[:, None] == run_of[None, :]) & (run_of >= 0)[:, None]
+    totals = jnp.sum(jnp.where(same_run, probabilities[None, :], 0.0), axis=1)
+    return jnp.where(run_of >= 0, probabilities / jnp.where(run_of >= 0, totals, 1.0), 1.0)
+
+
+def _check_sigmas(sigmas: jax.Array) -> int:
+    """Checks the trained steps' noise levels; returns how many there are."""
     if jnp.ndim(sigmas) != 1 or jnp.shape(sigmas)[0] == 0:
         raise ValueError(f"sigmas has shape {jnp.shape(sigmas)}; give the trained steps' noise levels as [N]")
+    if not isinstance(sigmas, jax.core.Tracer) and not np.all(np.diff(np.asarray(sigmas, np.float64)) < 0):
+        raise ValueError(f"sigmas is {np.asarray(sigmas).tolist()}; noise levels must decrease from step to step")
+    return jnp.shape(sigmas)[0]
+
+
+def _grouped_steps(sigmas: jax.Array, steps_per_group: int, jagg_frac: float) -> tuple[int, int]:
+    """Checks what the grouping plans share; returns N and the number of grouped steps."""
+    num_steps = _check_sigmas(sigmas)
     _check_at_least(steps_per_group=steps_per_group)
     if not 0.0 <= jagg_frac <= 1.0:
         raise ValueError(f"jagg_frac is {jagg_frac}; it must be in [0, 1]")
-    if not isinstance(sigmas, jax.core.Tracer) and not np.all(np.diff(np.asarray(sigmas, np.float64)) < 0):
-        raise ValueError(f"sigmas is {np.asarray(sigmas).tolist()}; noise levels must decrease from step to step")
-    num_steps = jnp.shape(sigmas)[0]
     return num_steps, round(jagg_frac * num_steps)
 
 

@@ -76,6 +76,9 @@ def test_a_group_of_five(through, cached, interior):
         # in chunks, the velocities come from a forward of their own
         (lambda: jagg_plan(SIGMAS, 5), {"batch_anchors": 1}, (2, 5, [0, 4])),
         (lambda: jagg_plan(SIGMAS, 5), {"batch_anchors": 1, "cached": COTANGENTS}, (2, 0, [0, 4])),
+        # to first order, no step between anchors is evaluated
+        (lambda: jagg_plan(SIGMAS, 5), {"previous": COTANGENTS}, (2, 0, [0, 4])),
+        (lambda: jagg_plan(SIGMAS, 5), {"batch_anchors": 1, "previous": COTANGENTS}, (2, 2, [0, 4])),
     ],
 )
 def test_plans(make, options, expected):
