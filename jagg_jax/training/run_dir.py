@@ -2,12 +2,14 @@
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
-from jagg_jax.training.config import TrainConfig, option
+from jagg_jax.training.config import TrainConfig, option, resolve_weights
 from jagg_jax.training.errors import ConfigError
 
 CONFIG_FILE = "config.json"
@@ -58,8 +60,9 @@ def resolve_run_dir(config: TrainConfig, preset: str) -> Path:
 
 
 def save_config(run_dir: Path, config: TrainConfig, preset: str) -> None:
-    """Keep the settings of a run, and the preset they came from, in `run_dir`/config.json."""
-    content = {"preset": preset, "train": dataclasses.asdict(config)}
+    """Keep the settings of a run, the preset they came from and its weights' SHA-256 in `run_dir`/config.json."""
+    digest = _digest(resolve_weights(config.weights))
+    content = {"preset": preset, "weights_sha256": digest, "train": dataclasses.asdict(config)}
     write_text(run_dir / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
 
@@ -80,33 +83,55 @@ def load_config(run_dir: Path) -> tuple[TrainConfig, str]:
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     if strange := sorted(known ^ values.keys()):
         raise ConfigError(f"--run-dir {run_dir}: {CONFIG_FILE} is of another version, see {', '.join(strange)}")
-    values["eval_rewards"] = tuple(values["eval_rewards"])
+    for name in ("eval_rewards", "lora_targets"):
+        values[name] = tuple(values[name])
     return TrainConfig(**values), preset
 
 
+def check_weights(run_dir: Path, config: TrainConfig) -> None:
+    """Refuse pre-trained weights other than those that the run in `run_dir` was started with.
+
+    A checkpoint can't tell: adapters fit any base of the same shapes.
+
+    Raises:
+        ConfigError: If they differ.
+    """
+    path = resolve_weights(config.weights)
+    before = json.loads((Path(run_dir) / CONFIG_FILE).read_text(encoding="utf-8")).get("weights_sha256")
+    if _digest(path) != before:
+        raise ConfigError(f"--weights {path}: are not those the run was started with; bring them back, or start anew")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def check_run_dir(config: TrainConfig) -> None:
-    """Refuse a folder that's in use, a run to resume that isn't there and one of other settings; writes nothing.
+    """Refuse a folder that's in use and a run to resume that has other settings; writes nothing.
+
+    A new folder may be resumed: whatever restarts a job that was preempted starts it with the same command.
 
     Raises:
         ConfigError: With the option, its value and the fix in one line.
     """
     if config.resume and config.overwrite:
         raise ConfigError("--resume True: goes on with the run that --overwrite would delete; drop one of them")
-    if config.resume:
-        if not config.run_dir:
-            raise ConfigError("--resume True: name the run to go on with, --run-dir DIR")
-        _check_same_run(config)
-        return
+    if config.resume and not config.run_dir:
+        raise ConfigError("--resume True: name the run to go on with, --run-dir DIR")
+    if "://" in config.run_dir:
+        raise ConfigError(f"--run-dir {config.run_dir}: is no path; mount the file system and name a folder in it")
     path = Path(config.run_dir)
-    if not config.run_dir or not path.exists():
+    if not config.run_dir or _is_new(path):
         return
     if not path.is_dir():
         raise ConfigError(f"--run-dir {path}: is a file; name a folder")
-    if not any(path.iterdir()):
-        return
-    if not config.overwrite:
+    if config.resume:
+        _check_same_run(config)
+    elif not config.overwrite:
         raise ConfigError(f"--run-dir {path}: is not empty; add --resume or --overwrite, or name another folder")
-    load_config(path)
+    else:
+        load_config(path)
 
 
 def claim_run_dir(config: TrainConfig, preset: str) -> Path:
@@ -120,6 +145,8 @@ def claim_run_dir(config: TrainConfig, preset: str) -> Path:
     """
     check_run_dir(config)
     path = resolve_run_dir(config, preset)
+    if config.resume and _is_new(path):
+        print(f"{path}: holds no run yet; starting one", file=sys.stderr)
     if config.overwrite and path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -127,9 +154,17 @@ def claim_run_dir(config: TrainConfig, preset: str) -> Path:
     return path
 
 
+def _is_new(path: Path) -> bool:
+    """Whether a folder is missing, or empty but for what a process that was killed while it claimed it left behind."""
+    if not path.exists():
+        return True
+    return path.is_dir() and all(entry.name.startswith(f".{CONFIG_FILE}.") for entry in path.iterdir())
+
+
 def _check_same_run(config: TrainConfig) -> None:
     """A resumed run keeps every setting that shapes its numbers."""
     before, _ = load_config(Path(config.run_dir))
+    check_weights(Path(config.run_dir), config)
     for field in dataclasses.fields(config):
         old, new = getattr(before, field.name), getattr(config, field.name)
         if field.name not in RESUMABLE and old != new:

@@ -4,14 +4,17 @@ The mesh has three axes. A batch is split over `data` and `fsdp`; parameters, op
 over `fsdp` by size and over `tensor` by the model's own rules. One device is the mesh 1 x 1 x 1, not another path.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jagg_jax.training.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -23,7 +26,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     Raises:
       ValueError: sizes below 1 (other than one -1), or whose product is not the number of devices.
     """
-    sizes, count = [data, fsdp, tensor], jax.device_count() if devices is None else len(devices)
+    devices = jax.devices() if devices is None else devices
+    sizes, count = [data, fsdp, tensor], len(devices)
     described = " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh {described}: give positive sizes, at most one of them -1")
@@ -33,7 +37,27 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     if np.prod(sizes) != count:
         raise ValueError(f"mesh {described}: does not fit {count} devices; the product of the sizes must be that")
     # Auto: the compiler places what lies between the inputs and outputs whose places are given
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return Mesh(arrange_devices(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def arrange_devices(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array [data, fsdp, tensor] whose later axes run over the faster links.
+
+    Where there are several TPU slices, or several GPU nodes, which JAX counts as slices, `data` spans them first and
+    `tensor` last: it moves the most.
+
+    Args:
+      sizes: (data, fsdp, tensor), whose product is the number of devices.
+      devices: as many in each slice.
+    """
+    left, across = len({getattr(device, "slice_index", 0) for device in devices}), []
+    if left == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    for size in sizes:
+        across.append(math.gcd(size, left))
+        left //= across[-1]
+    within = [size // number for size, number in zip(sizes, across, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
 
 
 def join_processes(how: str, coordinator: str = "", num_processes: int = 1, process_id: int = 0) -> None:
@@ -42,11 +66,18 @@ def join_processes(how: str, coordinator: str = "", num_processes: int = 1, proc
     Args:
       how: "none" (this process alone), "auto" (TPU pod, SLURM, Open MPI: JAX knows the others) or "manual".
       coordinator, num_processes, process_id: of "manual"; HOST:PORT of process 0, how many, and which one this is.
+
+    Raises:
+      ConfigError: "auto" where JAX knows no others.
     """
     if how == "none" or jax.distributed.is_initialized():
         return
     if how == "auto":
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            fix = "start it on a TPU slice, as a SLURM step or by Open MPI, or take --distributed manual"
+            raise ConfigError(f"--distributed auto: finds no other processes; {fix}") from error
     else:
         jax.distributed.initialize(coordinator, num_processes, process_id)
 
@@ -77,13 +108,14 @@ def parameter_spec(
     """How one parameter, or a moment or average of it, is split.
 
     Over `tensor` along the axis that the first matching rule names; over `fsdp` along the largest other axis that it
-    divides, where the array has at least `min_size` elements (small ones cost more to gather than to hold).
+    divides, where the array has at least `min_size` elements (small ones cost more to gather than to hold). The first
+    axis of a stack of blocks is never split: a loop over the blocks takes one after the other.
 
     Args:
-      name: dotted path, e.g. "blocks.0.attention.qkv.kernel".
+      name: dotted path, e.g. "blocks.attention.qkv.kernel".
       shape: of the array.
       mesh: from `make_mesh`.
-      tensor_rules: regular expression -> axis.
+      tensor_rules: regular expression -> axis, negative when counted from the end.
       min_size: elements.
 
     Raises:
@@ -98,7 +130,8 @@ def parameter_spec(
             axes[axis] = "tensor"
             break
     if fsdp > 1 and np.prod(shape) >= min_size:
-        free = [axis for axis in range(len(shape)) if axes[axis] is None and shape[axis] % fsdp == 0]
+        stacked = re.search(r"(^|[._])blocks\.", name) is not None
+        free = [axis for axis in range(stacked, len(shape)) if axes[axis] is None and shape[axis] % fsdp == 0]
         if free:
             axes[max(free, key=lambda axis: shape[axis])] = "fsdp"
     return PartitionSpec(*axes)

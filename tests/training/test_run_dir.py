@@ -73,7 +73,6 @@ def test_overwriting_deletes_a_run_but_no_other_folder(tmp_path):
 
 def test_resuming_needs_a_run_of_the_same_settings(tmp_path):
     assert "--run-dir DIR" in refused(dataclasses.replace(QUICKSTART, resume=True, run_dir=""))
-    assert "there is no run" in refused(settings(tmp_path / "none", resume=True))
     assert "drop one" in refused(settings(tmp_path, resume=True, overwrite=True))
     claim_run_dir(settings(tmp_path), "quickstart")
     (tmp_path / "metrics.jsonl").write_text("{}\n")
@@ -83,6 +82,30 @@ def test_resuming_needs_a_run_of_the_same_settings(tmp_path):
     claim_run_dir(settings(tmp_path, resume=True, updates=200, eval_every=5), "quickstart")
     assert load_config(tmp_path)[0].updates == 200
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_one_command_starts_a_run_and_resumes_it(tmp_path, capsys):
+    config = settings(tmp_path / "run", resume=True)
+    for leftover in (None, f".{CONFIG_FILE}.17.tmp"):  # of a process killed while it claimed the folder
+        if leftover:
+            (tmp_path / "run" / CONFIG_FILE).unlink()
+            (tmp_path / "run" / leftover).touch()
+        claim_run_dir(config, "quickstart")
+        assert "run: holds no run yet; starting one" in capsys.readouterr().err
+        claim_run_dir(config, "quickstart")
+        assert capsys.readouterr().err == ""
+        assert load_config(tmp_path / "run") == (config, "quickstart")
+
+
+def test_resuming_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "there is no run" in refused(settings(tmp_path, resume=True))
+    assert "is a file" in refused(settings(tmp_path / "notes.txt", resume=True))
+
+
+def test_an_address_is_no_folder(tmp_path):
+    message = refused(settings("gs://bucket/run"))
+    assert message == "--run-dir gs://bucket/run: is no path; mount the file system and name a folder in it"
 
 
 def test_a_cosine_schedule_keeps_its_length(tmp_path):
