@@ -11,6 +11,9 @@ from the rollout ("cached") spare the steps between the anchors. They spare `exa
 belongs to a vector-Jacobian product. With 2W steps `hat` has as many anchors as `jagg`, so their cached rows run one
 program and differ by the clock's noise alone; `hat W+1` widens the groups to W + 1 steps, which saves an anchor.
 
+With rematerialisation (remat "full") the layers are scanned: where they are repeated in the program, XLA on a CPU finds
+the recomputation and drops it.
+
 Memory is the compiler's own figure for temporary buffers, not a reading of the process.
 """
 
@@ -61,7 +64,7 @@ class Options:
     """Transformer blocks."""
     batch: int = 4
     """Samples in an update."""
-    remat: Literal["off", "on", "both"] = "both"
+    remat: tuple[Literal["none", "full"], ...] = ("none", "full")
     """Whether each block recomputes its activations in the backward pass."""
     output: Path | None = None
     """JSON file for the rows; none is written by default."""
@@ -74,6 +77,8 @@ class Options:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not self.steps_per_group or min(self.steps_per_group) < 3:
             raise ValueError(f"steps_per_group is {self.steps_per_group}; below 3 every plan is exact, give more")
+        if not self.remat:
+            raise ValueError("remat is empty; name none, full or both")
         if self.output is not None and not self.output.absolute().parent.is_dir():
             raise ValueError(f"output is {self.output}; its folder does not exist, create it first")
 
@@ -87,29 +92,30 @@ class Case(NamedTuple):
 
     plan_name: str
     steps_per_group: int
-    remat: bool
+    remat: str
     cached: bool
     plan: BackwardPlan
     arguments: tuple[Any, ...]
 
     @property
-    def program(self) -> tuple[int, int, bool, bool]:
+    def program(self) -> tuple[int, int, str, bool]:
         """Cases that agree in this run the same compiled program: the plan's values are data."""
         return self.plan.num_steps, self.plan.num_anchors, self.remat, self.cached
 
     def counts(self) -> dict[str, int]:
         """Model evaluations of one gradient; anchors are evaluated and linearised, the other steps only evaluated."""
         steps, anchors = self.plan.num_steps, self.plan.num_anchors
-        forwards, rematerialised = anchors if self.cached else steps, anchors if self.remat else 0
+        forwards, rematerialised = anchors if self.cached else steps, anchors if self.remat == "full" else 0
         cost = forwards + 2 * anchors + rematerialised
         return {"forwards": forwards, "backwards": anchors, "rematerialised_forwards": rematerialised, "cost": cost}
 
 
-def make_models(options: Options) -> tuple[dict[bool, Any], Any]:
-    """Velocity functions without and with rematerialisation, and the random parameters that they share."""
+def make_models(options: Options) -> tuple[dict[str, Any], Any]:
+    """Velocity functions by rematerialisation, and the random parameters that they share."""
     models = {}
-    for remat in {"off": (False,), "on": (True,), "both": (False, True)}[options.remat]:
-        config = DiTConfig(**SHAPES, width=options.width, depth=options.depth, remat=remat)
+    for remat in options.remat:
+        size = {"width": options.width, "depth": options.depth}
+        config = DiTConfig(**SHAPES, **size, remat=remat, scan_layers=remat == "full")
         models[remat], params = as_function(DiT(config, rngs=nnx.Rngs(0)))
     generator = np.random.default_rng(0)
     # a new DiT's gates and output are zero; these are not, so that no product is one with zeros
@@ -129,7 +135,7 @@ def sample_transitions(velocity_fn, params, num_steps: int, tokens: jax.Array) -
     return jax.jit(sample, compiler_options=UNOPTIMISED)(params, noise, keys)
 
 
-def make_cases(options: Options, models: dict[bool, Any], params: Any) -> list[Case]:
+def make_cases(options: Options, models: dict[str, Any], params: Any) -> list[Case]:
     tokens = jnp.arange(options.batch * PROMPT_LENGTH, dtype=jnp.int32).reshape(options.batch, -1) % VOCAB_SIZE
     advantages = jnp.asarray(np.resize([1.0, -1.0], options.batch), jnp.float32)
     cases: list[Case] = []
@@ -153,7 +159,7 @@ def lower(velocity_fn, case: Case, batch_anchors: int | None):
     return jax.jit(gradient).lower(case.plan, *case.arguments)
 
 
-def compile_programs(models: dict[bool, Any], cases: list[Case], quick: bool) -> dict[tuple, tuple]:
+def compile_programs(models: dict[str, Any], cases: list[Case], quick: bool) -> dict[tuple, tuple]:
     """Every program that the cases need, and its temporary bytes with all anchors stacked and with one at a time."""
     distinct = {case.program: case for case in cases}
 
@@ -217,7 +223,7 @@ def print_table(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         cells = [f"{row['plan']}, {'cached' if row['cached'] else 'recomputed'}", str(row["steps_per_group"])]
-        cells += ["yes" if row["remat"] else "no", str(row["forwards"]), str(row["backwards"])]
+        cells += [row["remat"], str(row["forwards"]), str(row["backwards"])]
         cells += [f"{row['median_seconds']:.4f}", *(f"{row[k]:.2f}" for k in ("ratio", "limit", "ratio_over_limit"))]
         for key in ("temp_bytes", "temp_bytes_one_anchor"):
             cells += [f"{row[key] / 2**20:.1f}", f"{row[f'{key}_over_exact']:.2f}"]

@@ -39,11 +39,7 @@ def group_advantages(
         raise ValueError(f"std is {std!r}; it must be one of {', '.join(ADVANTAGE_STDS)}")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None")
-    sharding = jax.typeof(rewards).sharding
-    if any(sharding.spec):
-        # under an explicit mesh a prompt's samples may lie on several devices
-        rewards = jax.sharding.reshard(rewards, NamedSharding(sharding.mesh, PartitionSpec()))
-    rewards = rewards.astype(jnp.float32).reshape(-1, num_generations)
+    rewards = _on_every_device(rewards).astype(jnp.float32).reshape(-1, num_generations)
     valid = jnp.isfinite(rewards)
     rewards = jnp.where(valid, rewards, 0.0)
     size = jnp.max(jnp.abs(rewards), axis=1, keepdims=True)
@@ -68,6 +64,24 @@ def zero_std_fraction(rewards: jax.Array, num_generations: int) -> jax.Array:
     """Share of prompts that teach nothing: all advantages of their samples are 0. Float32 scalar; rewards [N]."""
     advantages = group_advantages(rewards, num_generations, std="none", clip=None)
     return jnp.mean(jnp.all(advantages.reshape(-1, num_generations) == 0.0, axis=1).astype(jnp.float32))
+
+
+def advantage_sum(advantages: jax.Array, num_generations: int) -> jax.Array:
+    """How far advantages [N] are from summing to zero within each prompt: float32 scalar, at least 0.
+
+    The largest |sum over a prompt's samples|, relative to that prompt's largest |advantage|: float noise for
+    `group_advantages`, of the order of 1 where one sample was left out or changed afterwards.
+    """
+    advantages = _on_every_device(advantages).astype(jnp.float32).reshape(-1, num_generations)
+    largest = jnp.max(jnp.abs(advantages), axis=1, keepdims=True)
+    # divided first, so that the sum can't overflow
+    return jnp.max(jnp.abs(jnp.sum(advantages / jnp.where(largest > 0, largest, 1.0), axis=1)))
+
+
+def ratio_quantiles(log_ratios: jax.Array) -> dict[str, jax.Array]:
+    """`ratio_q01`, `ratio_q50` and `ratio_q99` of exp(log_ratios), any shape: float32 scalars, linear in between."""
+    quantiles = jnp.quantile(jnp.exp(_on_every_device(log_ratios)), jnp.array([0.01, 0.5, 0.99], jnp.float32))
+    return dict(zip(("ratio_q01", "ratio_q50", "ratio_q99"), quantiles, strict=True))
 
 
 def grpo_loss(
@@ -157,6 +171,14 @@ def kl_to_reference(
     reference_mean, _ = sampler.transition(reference_velocity, latents, sigma, sigma_next)
     scale = std if kind == "exact" else sampler.noise_scale(sigma, sigma_next)
     return sample_mean((mean - reference_mean) ** 2) / (2.0 * scale**2)
+
+
+def _on_every_device(values: jax.Array) -> jax.Array:
+    """The same values, whole on every device of an explicit mesh, where what belongs together may lie on several."""
+    sharding = jax.typeof(values).sharding
+    if any(sharding.spec):
+        return jax.sharding.reshard(values, NamedSharding(sharding.mesh, PartitionSpec()))
+    return values
 
 
 def _centre(values: jax.Array, valid: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Rollout: a velocity function, a sampler and keys become a trajectory whose steps are scored as they are stored."""
 
 import dataclasses
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -63,24 +63,43 @@ class Trajectory:
         """The finished samples, [B, ...]."""
         return self.latents[-1]
 
-    def transitions(self, num_steps: int, start: int = 0) -> Transitions:
+    def transitions(self, num_steps: int, start: int | jax.Array = 0) -> Transitions:
         """The `num_steps` steps from `start` on.
+
+        Args:
+          num_steps: how many steps; static.
+          start: the first of them. It may be traced, so that one program serves all windows; a traced start can't be
+            checked and is moved to the nearest one that fits.
 
         Raises:
           ValueError: a window that is empty or holds a step without noise, which the last one always is.
         """
         noisy = self.num_noisy_steps
-        if start < 0 or num_steps < 1 or start + num_steps > noisy:
-            raise ValueError(f"steps {start} to {start + num_steps} are not all trainable; the first {noisy} steps are")
-        window, following = slice(start, start + num_steps), slice(start + 1, start + num_steps + 1)
+        known = not isinstance(start, jax.core.Tracer)
+        if num_steps < 1 or num_steps > noisy or (known and not 0 <= start <= noisy - num_steps):
+            first, after = (start, start + num_steps) if known else (0, num_steps)
+            raise ValueError(f"steps {first} to {after} are not all trainable; the first {noisy} steps are")
+        start = start if known else jnp.clip(start, 0, noisy - num_steps)
+
+        def window(values: jax.Array, offset: int = 0) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(values, start + offset, num_steps)
+
         return Transitions(
-            latents=self.latents[window],
-            next_latents=self.latents[following],
-            sigmas=self.sigmas[window],
-            next_sigmas=self.sigmas[following],
-            log_probs=self.log_probs[window],
-            velocities=None if self.velocities is None else self.velocities[window],
+            latents=window(self.latents),
+            next_latents=window(self.latents, 1),
+            sigmas=window(self.sigmas),
+            next_sigmas=window(self.sigmas, 1),
+            log_probs=window(self.log_probs),
+            velocities=None if self.velocities is None else window(self.velocities),
         )
+
+
+def finite_samples(transitions: Transitions, reference_velocities: jax.Array | None = None) -> jax.Array:
+    """Which samples' transitions (and `reference_velocities`, [N, B, ...]) hold finite numbers only: bool [B]."""
+    t = transitions
+    arrays = (t.latents, t.next_latents, t.log_probs, t.velocities, reference_velocities)
+    checks = [jnp.all(jnp.isfinite(x), axis=(0, *range(2, x.ndim))) for x in arrays if x is not None]
+    return reduce(jnp.logical_and, checks)
 
 
 def initial_noise(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jagg_jax.backward import planned_vjp
+from jagg_jax.backward import anchored_vjp
 from jagg_jax.flow import Sampler
-from jagg_jax.grpo import grpo_loss, kl_to_reference
+from jagg_jax.grpo import grpo_loss, kl_to_reference, ratio_quantiles
 from jagg_jax.plans import BackwardPlan
-from jagg_jax.rollout import Transitions, step_log_probs
+from jagg_jax.rollout import Transitions, finite_samples, step_log_probs
 
 
 @partial(
@@ -65,24 +65,36 @@ class Objective:
     kl_weight: float = 0.0
 
     def __call__(
-        self, velocities: jax.Array, transitions: Transitions, advantages: jax.Array, reference_velocities=None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Loss and metrics of velocities [N, B, ...]: mean over steps and samples; float32.
+        self,
+        velocities: jax.Array,
+        transitions: Transitions,
+        advantages: jax.Array,
+        reference_velocities: jax.Array | None = None,
+        counts: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
+        """Loss of velocities [N, B, ...], its metrics, and the log-ratios float32 [N, B].
+
+        The loss is the mean over steps and samples, float32. A sample that `counts`, bool [B], leaves out has ratio 1
+        and divergence 0, and no gradient; the others' share in the means stays what it was.
 
         Raises:
           ValueError: `kl` without `reference_velocities` [N, B, ...].
         """
         t = transitions
         log_probs = step_log_probs(self.sampler, velocities, t.latents, t.next_latents, t.sigmas, t.next_sigmas)
+        if counts is not None:
+            log_probs = jnp.where(counts, log_probs, t.log_probs)
+            advantages = jnp.where(counts, advantages, 0.0)
         loss, metrics = grpo_loss(log_probs, t.log_probs, advantages, self.clip_range)
         kl = jnp.zeros((), jnp.float32)
         if self.kl is not None:
             if reference_velocities is None:
                 raise ValueError(f"kl {self.kl!r} needs reference_velocities [N, B, ...]; none were given")
             divergence = jax.vmap(partial(kl_to_reference, self.kl, self.sampler))
-            kl = jnp.mean(divergence(velocities, reference_velocities, t.latents, t.sigmas, t.next_sigmas))
+            divergences = divergence(velocities, reference_velocities, t.latents, t.sigmas, t.next_sigmas)
+            kl = jnp.mean(divergences if counts is None else jnp.where(counts, divergences, 0.0))
         loss = loss + self.kl_weight * kl
-        return loss, {**metrics, "loss": loss, "kl": kl}
+        return loss, ({**metrics, "loss": loss, "kl": kl}, log_probs - t.log_probs)
 
 
 def policy_gradient(
@@ -114,9 +126,15 @@ def policy_gradient(
       batch_anchors: how many anchors one VJP stacks; see `backward.planned_vjp`.
       num_micro_batches: how many parts the batch is cut into; must divide B. The gradient does not depend on it.
 
+    A sample whose transitions or reference velocities are not all finite takes no part: as if its advantage and its
+    divergence were 0. The means are still over all B.
+
     Returns:
-      The gradient, like `params`, and the metrics of `Objective`, means over the batch (the largest, for
-      `ratio_max_deviation`).
+      The gradient, like `params`, and metrics over the whole batch: those of `grpo_loss`; `loss` and `kl`;
+      `ratio_q01`, `ratio_q50` and `ratio_q99`, quantiles over all steps and samples; `masked_samples`, how many took
+      no part; `log_prob_change`, float32 [K]: for each anchor the largest |log-probability by this program's own
+      forward - stored one| of a sample. In the first update after a rollout it is what another program, or a lower
+      precision, makes of the same parameters, which the ratio of cached velocities can't show.
 
     Raises:
       ValueError: `use_cached` without stored velocities, or micro-batches that don't divide the batch.
@@ -127,9 +145,12 @@ def policy_gradient(
     if num_micro_batches < 1 or batch % num_micro_batches:
         raise ValueError(f"num_micro_batches is {num_micro_batches}; it must divide the batch of {batch}")
 
+    counts = finite_samples(transitions, reference_velocities)
+    transitions, reference_velocities = _zero_unless(counts, transitions, reference_velocities)
+
     def micro_gradient(part):
-        part_transitions, part_reference, part_advantages, part_cond = part
-        velocities, vjp_fn = planned_vjp(
+        part_transitions, part_reference, part_advantages, part_counts, part_cond = part
+        velocities, pull_back = anchored_vjp(
             velocity_fn,
             params,
             part_transitions.latents.astype(jnp.float32),
@@ -140,21 +161,29 @@ def policy_gradient(
             batch_anchors=batch_anchors,
         )
         loss_fn = jax.value_and_grad(objective, has_aux=True)
-        (_, metrics), cotangents = loss_fn(velocities, part_transitions, part_advantages, part_reference)
-        return vjp_fn(cotangents), metrics
+        (_, (metrics, log_ratios)), cotangents = loss_fn(
+            velocities, part_transitions, part_advantages, part_reference, part_counts
+        )
+        gradient, anchor_velocities = pull_back(cotangents)
+        changes = _log_prob_changes(objective.sampler, anchor_velocities, part_transitions, plan.anchors)
+        metrics["log_prob_change"] = jnp.max(jnp.where(part_counts, changes, 0.0), axis=1)
+        return gradient, (metrics, log_ratios)
 
-    parts = _split_batch(transitions, reference_velocities, advantages, cond, num_micro_batches)
+    parts = _split_batch(transitions, reference_velocities, advantages, counts, cond, num_micro_batches)
     if num_micro_batches == 1:
-        return micro_gradient(jax.tree.map(lambda x: x[0], parts))
+        gradient, (metrics, log_ratios) = micro_gradient(jax.tree.map(lambda x: x[0], parts))
+    else:
 
-    def accumulate(total, part):
-        gradient, metrics = micro_gradient(part)
-        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32) / num_micro_batches, total, gradient), metrics
+        def accumulate(total, part):
+            gradient, measured = micro_gradient(part)
+            return jax.tree.map(lambda t, g: t + g.astype(jnp.float32) / num_micro_batches, total, gradient), measured
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    gradient, metrics = jax.lax.scan(accumulate, zeros, parts)
-    metrics = {name: (jnp.max if name == "ratio_max_deviation" else jnp.mean)(x) for name, x in metrics.items()}
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params), metrics
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        gradient, (metrics, log_ratios) = jax.lax.scan(accumulate, zeros, parts)
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
+        largest = ("ratio_max_deviation", "log_prob_change")
+        metrics = {name: (jnp.max if name in largest else jnp.mean)(x, axis=0) for name, x in metrics.items()}
+    return gradient, {**metrics, **ratio_quantiles(log_ratios), "masked_samples": jnp.sum(~counts)}
 
 
 def apply_gradient(
@@ -191,7 +220,31 @@ def apply_gradient(
     return new_state, {"grad_norm": grad_norm, "skipped": 1 - finite.astype(jnp.int32)}
 
 
-def _split_batch(transitions, reference_velocities, advantages, cond, num_parts: int):
+def _zero_unless(counts: jax.Array, transitions: Transitions, reference_velocities: jax.Array | None):
+    """Both with zeros for all numbers of the samples that `counts` leaves out, so that the model stays finite there."""
+
+    def clean(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.where(counts.reshape(1, -1, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+
+    t = transitions
+    cleaned = dataclasses.replace(
+        t,
+        latents=clean(t.latents),
+        next_latents=clean(t.next_latents),
+        log_probs=clean(t.log_probs),
+        velocities=clean(t.velocities),
+    )
+    return cleaned, clean(reference_velocities)
+
+
+def _log_prob_changes(sampler: Sampler, velocities: jax.Array, transitions: Transitions, steps: jax.Array) -> jax.Array:
+    """|log-probability by `velocities` [K, B, ...] - stored one| at K steps, float32 [K, B]."""
+    t = transitions
+    of_steps = (t.latents[steps], t.next_latents[steps], t.sigmas[steps], t.next_sigmas[steps])
+    return jnp.abs(step_log_probs(sampler, velocities, *of_steps) - t.log_probs[steps])
+
+
+def _split_batch(transitions, reference_velocities, advantages, counts, cond, num_parts: int):
     """Cuts the batch into `num_parts` along a new leading axis; sample i goes to part i % num_parts.
 
     Strided, not in blocks: when the batch is sharded over devices in blocks, every part then has samples on each.
@@ -214,4 +267,5 @@ def _split_batch(transitions, reference_velocities, advantages, cond, num_parts:
         velocities=None if t.velocities is None else split(t.velocities, 1),
     )
     reference_velocities = None if reference_velocities is None else split(reference_velocities, 1)
-    return parts, reference_velocities, split(advantages, 0), jax.tree.map(lambda x: split(x, 0), cond)
+    cond = jax.tree.map(lambda x: split(x, 0), cond)
+    return parts, reference_velocities, split(advantages, 0), split(counts, 0), cond

@@ -41,23 +41,23 @@ def test_limits_of_the_cost_model(group, recomputed, cached):
         return case("plan", group, remat, known, plan, ()).counts()["cost"]
 
     exact, jagg = exact_plan(2 * group), jagg_plan(sigmas, group)
-    assert cost(exact, False, False) == cost(exact, False, True) == 6 * group
-    assert cost(exact, False, False) / cost(jagg, False, False) == pytest.approx(recomputed)
-    assert cost(exact, False, False) / cost(jagg, False, True) == pytest.approx(cached)
+    assert cost(exact, "none", False) == cost(exact, "none", True) == 6 * group
+    assert cost(exact, "none", False) / cost(jagg, "none", False) == pytest.approx(recomputed)
+    assert cost(exact, "none", False) / cost(jagg, "none", True) == pytest.approx(cached)
     # a rematerialised forward is one more evaluation a backward: 4W, W + 6 and 8 for a group
-    assert [cost(exact, True, False), cost(jagg, True, False), cost(jagg, True, True)] == [
+    assert [cost(exact, "full", False), cost(jagg, "full", False), cost(jagg, "full", True)] == [
         8 * group,
         2 * group + 12,
         16,
     ]
     # two groups of hat share an anchor only when they are one step wider
-    assert cost(hat_plan(sigmas, group), False, True) == 12
-    assert cost(hat_plan(sigmas, group + 1), False, True) == 9
+    assert cost(hat_plan(sigmas, group), "none", True) == 12
+    assert cost(hat_plan(sigmas, group + 1), "none", True) == 9
 
 
 def test_update_cost_runs_and_writes_its_rows(tmp_path):
     path = tmp_path / "cost.json"
-    finished = run_update_cost("--quick", "--remat", "on", "--output", path)
+    finished = run_update_cost("--quick", "--remat", "full", "--output", path)
     assert finished.returncode == 0, finished.stderr
     assert "hat W+1, cached" in finished.stdout
     assert [entry.name for entry in tmp_path.iterdir()] == ["cost.json"]
@@ -77,7 +77,7 @@ def test_update_cost_runs_and_writes_its_rows(tmp_path):
     }
     assert [row["limit"] for row in rows.values()] == pytest.approx([1, 1, 1.6, 2, 2, 32 / 12])
     for row in rows.values():
-        assert row["remat"]
+        assert row["remat"] == "full"
         assert len(row["seconds"]) == report["settings"]["rounds"] == 1
         assert row["ratio_over_limit"] == pytest.approx(row["ratio"] / row["limit"])
         assert 0 < row["temp_bytes_one_anchor"] < row["temp_bytes"]

@@ -171,7 +171,7 @@ def _explain(message: str, default: Any, options: Sequence[str]) -> str:
         if re.search(rf"(?:argument '|parsing ){re.escape(name)}(?![\w-])", plain):
             typed = _typed_values(name, options)
             if not typed:
-                return f"{name}: a value is missing, it {_expectation(field.type)}"
+                return f"{name}: a value is missing, it {_expectation(field.type, 'needs one')}"
             reason = re.search(rf"parsing {name}: (.*?) Argument helptext", plain)
             return f"{name} {typed}: {_expectation(field.type, reason.group(1) if reason else '')}"
     return plain

@@ -9,8 +9,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jagg_jax.models import count_parameters
 from jagg_jax.training.config import TrainConfig, validate
 from jagg_jax.training.experiment import Experiment, build_experiment
+from jagg_jax.training.flops import model_flops, program_flops
 from jagg_jax.training.sharding import join_processes
 
 
@@ -26,7 +28,12 @@ def dry_run(config: TrainConfig) -> dict[str, dict[str, float]]:
     validate(config)
     join_processes(config.distributed, config.coordinator, config.num_processes, config.process_id)
     experiment = build_experiment(config)
-    report = {"geometry": geometry(experiment)} | measure(experiment)
+    programs = trace(experiment)
+    report = {
+        "geometry": geometry(experiment),
+        "bytes a device": memory(experiment, programs),
+        "model FLOPs": flops(experiment, programs),
+    }
     if jax.process_index() == 0:
         for title, values in report.items():
             table = Table("", "", title=title, show_header=False, title_justify="left")
@@ -40,54 +47,77 @@ def geometry(experiment: Experiment) -> dict[str, int]:
     """How often what happens, for one rollout and the updates after it."""
     config, plan = experiment.config, experiment.plan(1)
     later = config.updates_per_rollout - 1
-    interior = config.train_steps - plan.num_anchors
+    interior = plan.num_steps - plan.num_anchors
+    windows = config.num_steps - plan.num_steps if config.train_window == "random" else 1
     return {
         **{f"mesh {name}": size for name, size in experiment.mesh.shape.items()},
         "processes": jax.process_count(),
+        "trained parameters": count_parameters(experiment.initial_trained),
+        "frozen parameters": count_parameters(experiment.frozen),
+        "adapted matrices": experiment.num_adapted,
         "prompts a rollout": config.batch_size // config.num_generations,
         "generations a prompt": config.num_generations,
         "samples a rollout (global batch)": config.batch_size,
         "micro-batches an update": config.batch_size // config.micro_batch_size,
         "optimiser updates a rollout": config.updates_per_rollout,
         "denoising steps a rollout": config.num_steps,
-        "trained steps": config.train_steps,
+        "trained steps": plan.num_steps,
+        "windows of trained steps to draw from": windows,
         "anchors (backward passes an update)": plan.num_anchors,
         "forward passes in the first update": plan.num_anchors,
         "forward passes in a later update": _later_forwards(config, plan.num_anchors, interior) if later else 0,
     }
 
 
-def measure(experiment: Experiment) -> dict[str, dict[str, float]]:
-    """Bytes of the state and of the compiled programs on each device, and the model's FLOPs on all of them."""
+def trace(experiment: Experiment) -> dict[str, jax.stages.Traced]:
+    """The programs "rollout", "first update" and, where there is one, "later update", traced on abstract arguments."""
     config, task = experiment.config, experiment.task
-    state = jax.eval_shape(experiment.create_state, experiment.initial_params)
-    placed = experiment.create_state.lower(experiment.initial_params).compile().output_shardings
+    state = jax.eval_shape(experiment.create_state, experiment.initial_trained)
     tokens = jax.ShapeDtypeStruct((config.batch_size, task.prompt_length), jnp.int32)
     reference = experiment.initial_params if config.kl != "none" else None
-    rolling = (state.params, reference, np.int32(1), tokens)
+    rolling = (experiment.whole(state.params), reference, np.int32(1), tokens)
     _, transitions, reference_velocities = jax.eval_shape(experiment.roll_out, *rolling)
     advantages = jax.ShapeDtypeStruct((config.batch_size,), jnp.float32)
     plan = experiment.plan(1)
-    updating = (state, transitions, advantages, tokens, plan, reference_velocities, True)
-    programs = {"rollout": experiment.roll_out.lower(*rolling), "update": experiment.update.lower(*updating)}
+    updating = (state, experiment.frozen, transitions, advantages, tokens, plan, reference_velocities)
+    updates = {"first update": True} | ({"later update": False} if config.updates_per_rollout > 1 else {})
+    traced = {name: experiment.update.trace(*updating, first) for name, first in updates.items()}
+    return {"rollout": experiment.roll_out.trace(*rolling)} | traced
+
+
+def memory(experiment: Experiment, programs: dict[str, jax.stages.Traced]) -> dict[str, int]:
+    """Bytes of the state and of the compiled rollout and first update on each device; compiles them."""
+    state = jax.eval_shape(experiment.create_state, experiment.initial_trained)
+    placed = experiment.create_state.lower(experiment.initial_trained).compile().output_shardings
     sizes = {
-        "parameters": _bytes_a_device(state.params, placed.params),
+        "trained parameters": _bytes_a_device(state.params, placed.params),
+        "frozen parameters": _bytes_a_device(experiment.frozen, jax.tree.map(lambda a: a.sharding, experiment.frozen)),
         "optimiser state": _bytes_a_device(state.opt_state, placed.opt_state),
         "averaged parameters": _bytes_a_device(state.ema_params, placed.ema_params),
     }
-    for name, program in programs.items():
-        memory = program.compile().memory_analysis()
-        sizes[f"{name}: arguments"] = memory.argument_size_in_bytes
-        sizes[f"{name}: temporary"] = memory.temp_size_in_bytes
-    evaluations = 1 if config.guidance == 1.0 else 2
-    forward = evaluations * _forward_flops(experiment)
-    flops = {
-        "one forward pass of the batch": forward,
-        "rollout": config.num_steps * forward,
-        # a backward pass costs two forward passes, a rematerialised one a third
-        "first update": plan.num_anchors * forward * (4 if config.remat else 3),
+    for name in ("rollout", "first update"):
+        needs = programs[name].lower().compile().memory_analysis()
+        sizes[f"{name}: arguments"] = needs.argument_size_in_bytes
+        sizes[f"{name}: temporary"] = needs.temp_size_in_bytes
+    return sizes
+
+
+def flops(experiment: Experiment, programs: dict[str, jax.stages.Traced]) -> dict[str, float]:
+    """Operations of the model on all devices, and of the updates' programs with all that they recompute."""
+    config, plan, needed = experiment.config, experiment.plan(1), model_flops(experiment)
+    first, later = needed.update(plan, first=True), needed.update(plan, first=False)
+    rows = {
+        "one forward pass of the batch": needed.forward,
+        "one forward and backward pass of the batch": needed.linearised,
+        "rollout": needed.rollout,
+        "first update": first,
+        "first update with what it recomputes": program_flops(programs["first update"].jaxpr),
     }
-    return {"bytes a device": sizes, "model FLOPs": flops}
+    if "later update" in programs:
+        rows["later update"] = later
+        rows["later update with what it recomputes"] = program_flops(programs["later update"].jaxpr)
+    everything = needed.rollout + first + (config.updates_per_rollout - 1) * later
+    return rows | {"one image, drawn and learned from": everything / config.batch_size}
 
 
 def _later_forwards(config: TrainConfig, anchors: int, interior: int) -> int:
@@ -101,12 +131,3 @@ def _bytes_a_device(tree: Any, shardings: Any) -> int:
     parts = jax.tree.map(lambda array, sharding: sharding.shard_shape(array.shape), tree, shardings)
     sizes = jax.tree.map(lambda array, shape: math.prod(shape) * array.dtype.itemsize, tree, parts)
     return sum(jax.tree.leaves(sizes))
-
-
-def _forward_flops(experiment: Experiment) -> float:
-    """FLOPs of one evaluation of the model on the whole batch, as XLA counts them before optimisation."""
-    config, task = experiment.config, experiment.task
-    shapes = [((config.batch_size, *task.image_shape), jnp.float32), ((config.batch_size,), jnp.float32)]
-    shapes.append(((config.batch_size, task.prompt_length), jnp.int32))
-    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    return jax.jit(experiment.velocity_fn).lower(experiment.initial_params, *arguments).cost_analysis()["flops"]

@@ -17,7 +17,7 @@ from jagg_jax.training.config import closest, option, require
 from jagg_jax.training.errors import ConfigError
 from jagg_jax.training.experiment import Experiment, build_experiment, make_drawer, to_images
 from jagg_jax.training.report import sample_grid
-from jagg_jax.training.run_dir import load_config, write_text
+from jagg_jax.training.run_dir import check_weights, load_config, write_text
 from jagg_jax.training.sharding import batch_shards, gather_rows
 
 MAX_BATCH = 100  # samples drawn at once
@@ -235,13 +235,14 @@ def _load_run(config: EvaluateConfig | SampleConfig) -> tuple[Path, Experiment, 
     run_config, _ = load_config(run_dir)
     if config.weights == "average" and not run_config.ema_decay:
         raise ConfigError("--weights average: the run keeps none (its ema_decay is 0); use trained or auto")
+    check_weights(run_dir, run_config)
     experiment = build_experiment(run_config)
     state = experiment.initial_state()
     checkpoints = Checkpoints(run_dir)
     update = checkpoints.latest() if config.checkpoint is None else config.checkpoint
     if update != 0:
         state = checkpoints.restore(update, state)
-    params = state.params if config.weights == "trained" else experiment.evaluated_params(state)
+    params = experiment.whole(state.params) if config.weights == "trained" else experiment.evaluated_params(state)
     return run_dir, experiment, params, update
 
 

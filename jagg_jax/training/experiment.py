@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,12 +13,21 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jagg_jax.flow import ODE, SAMPLERS, flow_sigmas, with_guidance
-from jagg_jax.grpo import group_advantages, zero_std_fraction
-from jagg_jax.models import TENSOR_RULES, load_model
-from jagg_jax.plans import BackwardPlan, exact_plan, hat_plan, jagg_plan, subset_plan
+from jagg_jax.grpo import advantage_sum, group_advantages, zero_std_fraction
+from jagg_jax.models import (
+    TENSOR_RULES,
+    AdapterError,
+    Adapters,
+    LoadedModel,
+    load_model,
+    merge_params,
+    split_adapters,
+)
+from jagg_jax.plans import BackwardPlan
 from jagg_jax.prompts import Task, get_task
-from jagg_jax.rollout import Transitions, initial_noise, rollout
+from jagg_jax.rollout import Transitions, finite_samples, initial_noise, rollout
 from jagg_jax.training.config import TrainConfig, option, resolve_weights
+from jagg_jax.training.draws import ADAPTER_KEYS, EVAL_KEYS, backward_plan, keys_for, sample_keys, window_start
 from jagg_jax.training.errors import ConfigError
 from jagg_jax.training.sharding import (
     batch_shards,
@@ -31,9 +41,6 @@ from jagg_jax.training.sharding import (
 )
 from jagg_jax.update import Objective, TrainState, apply_gradient, policy_gradient
 
-# what a seed's keys are for: the same seed never serves two purposes with the same key
-ROLLOUT_KEYS, PLAN_KEYS, EVAL_KEYS = range(3)
-
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
@@ -43,22 +50,27 @@ class Experiment:
       config: the settings.
       mesh: the devices.
       task: prompts and their encoding.
-      velocity_fn: `velocity_fn(params, latents, sigma, tokens)`, without guidance.
-      initial_params: the pre-trained parameters, which are also the reference of the KL penalty.
-      create_state: compiled parameters -> the state before the first update, on buffers of its own.
+      velocity_fn: `velocity_fn(params, latents, sigma, tokens)` with all of a model's parameters, without guidance.
+      frozen: the parameters that never change: the pre-trained ones under adapters, else none.
+      initial_trained: the trained ones before training: adapters that change nothing, else the pre-trained ones.
+      num_adapted: how many matrices have an adapter.
+      create_state: compiled trained parameters -> the state before the first update, on buffers of its own.
       learning_rate: optimiser updates applied so far -> learning rate.
       roll_out: compiled (params, reference parameters or None, update, tokens [B, L]) -> (samples [B, ...],
         Transitions, reference velocities or None).
-      advantages: compiled rewards [B] -> (advantages [B], share of prompts whose rewards all agree).
-      update: compiled (state, transitions, advantages [B], tokens, plan, reference velocities or None, use_cached) ->
-        (state, metrics); the state is donated.
+      advantages: compiled (rewards [B], transitions, reference velocities or None) -> (advantages [B], share of prompts
+        whose rewards all agree, `grpo.advantage_sum`).
+      update: compiled (state, frozen parameters, transitions, advantages [B], tokens, plan, reference velocities or
+        None, use_cached) -> (state, metrics); the state is donated.
     """
 
     config: TrainConfig
     mesh: Mesh
     task: Task
     velocity_fn: Callable
-    initial_params: Any
+    frozen: Any
+    initial_trained: Any
+    num_adapted: int
     create_state: Callable
     learning_rate: Callable
     roll_out: Callable
@@ -67,24 +79,24 @@ class Experiment:
 
     def initial_state(self) -> TrainState:
         """The state before the first update, on fresh buffers (the update donates them)."""
-        return self.create_state(self.initial_params)
+        return self.create_state(self.initial_trained)
+
+    def whole(self, trained: Any) -> Any:
+        """All parameters of the model, given the trained ones (or an average of them)."""
+        return merge_params(self.frozen, trained)
+
+    @property
+    def initial_params(self) -> Any:
+        """All parameters before training, the reference of the KL penalty: its adapters, if any, change nothing."""
+        return self.whole(self.initial_trained)
 
     def on_mesh(self, array: np.ndarray) -> jax.Array:
         """A host array [B, ...] split over the mesh by sample."""
         return put(array, by_sample(self.mesh))
 
     def plan(self, update: int, inner: int = 0) -> BackwardPlan:
-        """The backward plan of optimiser update `inner` after rollout `update`; only `subset` depends on them."""
-        config = self.config
-        sigmas = flow_sigmas(config.num_steps, config.shift)[: config.train_steps]
-        if config.plan == "exact":
-            return exact_plan(config.train_steps)
-        if config.plan == "jagg":
-            return jagg_plan(sigmas, config.steps_per_group, config.jagg_frac, config.alpha)
-        if config.plan == "hat":
-            return hat_plan(sigmas, config.steps_per_group, config.jagg_frac)
-        key = jax.random.fold_in(_keys_for(config.seed, PLAN_KEYS), update)
-        return subset_plan(jax.random.fold_in(key, inner), config.train_steps, config.subset_steps)
+        """The backward plan of optimiser update `inner` on rollout `update`, for that rollout's trained steps."""
+        return backward_plan(self.config, update, inner)
 
     def prompts(self, update: int) -> list[str]:
         """The prompts of rollout `update` (from 1), each `num_generations` times in a row.
@@ -102,8 +114,8 @@ class Experiment:
         return np.random.default_rng([self.config.seed, epoch]).permutation(len(self.task.prompts("train")))
 
     def evaluated_params(self, state: TrainState) -> Any:
-        """The averaged parameters where the run keeps them, else the trained ones."""
-        return state.params if state.ema_params is None else state.ema_params
+        """All parameters, the trained ones averaged where the run keeps an average."""
+        return self.whole(state.params if state.ema_params is None else state.ema_params)
 
 
 def build_experiment(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Experiment:
@@ -124,10 +136,7 @@ def build_experiment(config: TrainConfig, devices: Sequence[jax.Device] | None =
         spec = parameter_spec(name, tensor.shape, mesh, TENSOR_RULES, config.fsdp_min_size)
         return put(tensor, NamedSharding(mesh, spec))
 
-    try:
-        model = load_model(path, dtype=config.compute_dtype, remat=config.remat, place=place)
-    except ValueError as error:
-        raise ConfigError(f"--weights {config.weights}: {error}") from error
+    model = _load_model(config, path, place)
     if model.task != config.task:
         raise ConfigError(f"--weights {config.weights}: is a model of task {model.task}, not of --task {config.task}")
     heads, tensor = model.config.num_heads, mesh.shape["tensor"]
@@ -141,8 +150,10 @@ def build_experiment(config: TrainConfig, devices: Sequence[jax.Device] | None =
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
     velocity_fn = with_guidance(model.velocity_fn, config.guidance)
     create = partial(_create_state, optimizer, config.ema_decay > 0)
-    abstract = jax.eval_shape(create, model.params)
-    state = state_shardings(abstract, mesh, TENSOR_RULES, config.fsdp_min_size)
+    frozen, trained = split_adapters(model.params) if config.lora_rank else ({}, model.params)
+    place_all = partial(state_shardings, mesh=mesh, tensor_rules=TENSOR_RULES, min_size=config.fsdp_min_size)
+    state, fixed = place_all(jax.eval_shape(create, trained)), place_all(frozen)
+    params = merge_params(fixed, state.params)
     everywhere, samples, steps = replicated(mesh), by_sample(mesh), by_step_and_sample(mesh)
     transitions = Transitions(steps, steps, everywhere, everywhere, steps, steps)
     roll_out = partial(_roll_out, config, velocity_fn, sampler, model.config.image_shape, mesh)
@@ -151,23 +162,48 @@ def build_experiment(config: TrainConfig, devices: Sequence[jax.Device] | None =
         mesh=mesh,
         task=get_task(config.task),
         velocity_fn=model.velocity_fn,
-        initial_params=model.params,
+        frozen=frozen,
+        initial_trained=trained,
+        num_adapted=model.num_adapted,
         create_state=jax.jit(create, in_shardings=(state.params,), out_shardings=state),
         learning_rate=learning_rate,
         roll_out=jax.jit(
             roll_out,
-            in_shardings=(state.params, state.params if kl else None, everywhere, samples),
+            in_shardings=(params, params if kl else None, everywhere, samples),
             out_shardings=(samples, transitions, steps if kl else None),
         ),
-        advantages=jax.jit(partial(_advantages, config), out_shardings=(samples, everywhere)),
+        advantages=jax.jit(
+            partial(_advantages, config),
+            in_shardings=(everywhere, transitions, steps if kl else None),
+            out_shardings=(samples, everywhere, everywhere),
+        ),
         update=jax.jit(
             partial(_update, config, velocity_fn, objective, optimizer),
-            in_shardings=(state, transitions, samples, samples, everywhere, steps if kl else None),
+            in_shardings=(state, fixed, transitions, samples, samples, everywhere, steps if kl else None),
             out_shardings=(state, everywhere),
             donate_argnums=0,
-            static_argnums=6,
+            static_argnums=7,
         ),
     )
+
+
+def _load_model(config: TrainConfig, path: Path, place: Callable) -> LoadedModel:
+    adapters = Adapters(config.lora_rank, config.lora_alpha, config.lora_targets) if config.lora_rank else None
+    try:
+        return load_model(
+            path,
+            dtype=config.compute_dtype,
+            remat=config.remat,
+            scan_layers=config.scan_layers,
+            adapters=adapters,
+            adapter_key=keys_for(config.seed, ADAPTER_KEYS),
+            frozen_dtype=jnp.dtype(config.frozen_dtype),
+            place=place,
+        )
+    except AdapterError as error:
+        raise ConfigError(f"--lora-{error}") from error
+    except ValueError as error:
+        raise ConfigError(f"--weights {config.weights}: {error}") from error
 
 
 def make_learning_rate(config: TrainConfig) -> optax.Schedule:
@@ -190,7 +226,7 @@ def make_drawer(
     guided = with_guidance(velocity_fn, guidance)
 
     def draw(params, tokens, indices):
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(_keys_for(seed, EVAL_KEYS), indices)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(keys_for(seed, EVAL_KEYS), indices)
         noise = jax.lax.with_sharding_constraint(initial_noise(keys, image_shape), by_sample(mesh))
         sigmas = flow_sigmas(num_steps, shift)
         return rollout(guided, params, noise, sigmas, keys, tokens, jnp.zeros_like(tokens), sampler=ODE()).samples
@@ -205,22 +241,6 @@ def to_images(samples: jax.Array) -> np.ndarray:
     """Samples [B, H, W, 1 or 3] in [-1, 1] as images float32 [B, H, W, 3] in [0, 1]; what is not finite stays so."""
     images = np.clip((np.asarray(samples, np.float32) + 1.0) / 2.0, 0.0, 1.0)
     return np.broadcast_to(images, (*images.shape[:-1], 3))
-
-
-def _keys_for(seed: int, purpose: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed), purpose)
-
-
-def _sample_keys(config: TrainConfig, update: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys [B] of initial noises and [B] of step noises, by (seed, update, prompt, generation), never by device."""
-    key = jax.random.fold_in(_keys_for(config.seed, ROLLOUT_KEYS), update)
-    prompts = jnp.arange(config.batch_size // config.num_generations)
-    prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, prompts)
-    fold_generations = jax.vmap(jax.random.fold_in, (None, 0))
-    generations = jnp.arange(config.num_generations)
-    keys = jax.vmap(fold_generations, (0, None))(prompt_keys, generations).reshape(-1)
-    pairs = jax.vmap(jax.random.split)(keys)
-    return pairs[:, 0], pairs[:, 1]
 
 
 def _mesh(config: TrainConfig, devices: Sequence[jax.Device] | None) -> Mesh:
@@ -243,14 +263,14 @@ def _create_state(optimizer, with_ema: bool, params) -> TrainState:
 
 def _roll_out(config, velocity_fn, sampler, image_shape, mesh, params, reference, update, tokens):
     """One rollout; the reference's velocities come with it, since they don't change with the updates after it."""
-    noise_keys, keys = _sample_keys(config, update)
+    noise_keys, keys = sample_keys(config, update)
     noise = initial_noise(noise_keys, image_shape, jnp.dtype(config.storage_dtype))
     noise = jax.lax.with_sharding_constraint(noise, by_sample(mesh))
     sigmas = flow_sigmas(config.num_steps, config.shift)
     null_tokens = jnp.zeros_like(tokens)
     cond = (tokens, null_tokens)
     trajectory = rollout(velocity_fn, params, noise, sigmas, keys, *cond, sampler=sampler, keep_velocities=True)
-    transitions = trajectory.transitions(config.train_steps)
+    transitions = trajectory.transitions(config.num_train_steps, window_start(config, update))
     reference_velocities = None
     if reference is not None:
         levels = jnp.broadcast_to(transitions.sigmas[:, None], transitions.log_probs.shape)
@@ -259,9 +279,12 @@ def _roll_out(config, velocity_fn, sampler, image_shape, mesh, params, reference
     return trajectory.samples, transitions, reference_velocities
 
 
-def _advantages(config, rewards):
+def _advantages(config, rewards, transitions, reference_velocities):
+    # the update leaves these samples out; here already, so that the others' advantages still sum to zero
+    rewards = jnp.where(finite_samples(transitions, reference_velocities), rewards, jnp.nan)
     advantages = group_advantages(rewards, config.num_generations, config.advantage_std, config.advantage_clip)
-    return advantages, zero_std_fraction(rewards, config.num_generations)
+    unbalanced = advantage_sum(advantages, config.num_generations)
+    return advantages, zero_std_fraction(rewards, config.num_generations), unbalanced
 
 
 def _update(
@@ -270,6 +293,7 @@ def _update(
     objective: Objective,
     optimizer,
     state: TrainState,
+    frozen,
     transitions: Transitions,
     advantages: jax.Array,
     tokens: jax.Array,
@@ -278,7 +302,7 @@ def _update(
     use_cached: bool,
 ):
     gradient, metrics = policy_gradient(
-        velocity_fn,
+        lambda trained, *inputs: velocity_fn(merge_params(frozen, trained), *inputs),
         state.params,
         transitions,
         advantages,

@@ -12,9 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jagg_jax.models import count_parameters
+from jagg_jax.plans import BackwardPlan
 from jagg_jax.rewards import RewardSet
 from jagg_jax.training.checkpoint import Checkpoints
 from jagg_jax.training.config import TrainConfig, validate
+from jagg_jax.training.draws import describe
 from jagg_jax.training.errors import ConfigError, TrainingError
 from jagg_jax.training.evaluate import Evaluator, captions, load_rewards, make_evaluator, summarise
 from jagg_jax.training.experiment import Experiment, build_experiment, to_images
@@ -23,6 +26,15 @@ from jagg_jax.training.progress import Progress
 from jagg_jax.training.report import sample_grid, write_report
 from jagg_jax.training.run_dir import check_run_dir, claim_run_dir
 from jagg_jax.training.sharding import any_process, gather_rows, join_processes, local_rows, wait_for_all
+from jagg_jax.training.summary import (
+    Compilations,
+    PrecisionWarning,
+    Throughput,
+    check_advantage_sum,
+    count_compilations,
+    log_prob_changes,
+    merge_updates,
+)
 from jagg_jax.update import TrainState
 
 GRID = 24  # held-out prompts in a sample grid
@@ -62,10 +74,11 @@ def train(config: TrainConfig, preset: str) -> Path:
     Raises:
       ConfigError: settings that can't be used; nothing has been compiled or written.
       CheckpointError: the checkpoint to resume from is damaged or of another model.
-      TrainingError: too many updates in a row had no finite gradient.
+      TrainingError: too many updates in a row had no finite gradient, or advantages don't sum to zero.
       SystemExit: with status 128 + signal, after Ctrl-C or SIGTERM and once everything is saved.
     """
     validate(config)
+    compilations = count_compilations()
     join_processes(config.distributed, config.coordinator, config.num_processes, config.process_id)
     check_run_dir(config)
     if jax.process_count() > 1 and not config.run_dir:
@@ -89,7 +102,18 @@ def train(config: TrainConfig, preset: str) -> Path:
         MetricsWriter(run_dir, resume_from=start) if first else contextlib.nullcontext() as writer,
         Interrupt() as interrupt,
     ):
-        _Run(experiment, rewards, evaluator, run_dir, writer, checkpoints, interrupt).train(state, start or 0)
+        _Run(
+            experiment=experiment,
+            rewards=rewards,
+            evaluator=evaluator,
+            run_dir=run_dir,
+            writer=writer,
+            checkpoints=checkpoints,
+            interrupt=interrupt,
+            compilations=compilations,
+            throughput=Throughput.of(experiment),
+            warn_of_precision=PrecisionWarning(config),
+        ).train(state, start or 0)
     return run_dir
 
 
@@ -104,6 +128,9 @@ class _Run:
     writer: MetricsWriter | None
     checkpoints: Checkpoints
     interrupt: Interrupt
+    compilations: Compilations
+    throughput: Throughput
+    warn_of_precision: PrecisionWarning
 
     @property
     def config(self) -> TrainConfig:
@@ -112,6 +139,10 @@ class _Run:
     def train(self, state: TrainState, start: int) -> None:
         """Updates `start` + 1 to the last one, then the report."""
         config = self.config
+        if self.writer and self.experiment.num_adapted:
+            trained, frozen = map(count_parameters, (self.experiment.initial_trained, self.experiment.frozen))
+            matrices = f"{self.experiment.num_adapted} matrices adapted"
+            print(f"LoRA: {matrices}, {trained:,} parameters trained, {frozen:,} frozen", file=sys.stderr)
         if start == 0:
             self._log(0, self._evaluate(state, 0, draw_grid=True))
         with Progress(config.updates, start) if self.writer else contextlib.nullcontext() as progress:
@@ -145,41 +176,64 @@ class _Run:
         tokens = experiment.on_mesh(experiment.task.encode(prompts))
         reference = experiment.initial_params if config.kl != "none" else None
         samples, transitions, reference_velocities = experiment.roll_out(
-            state.params, reference, np.int32(update), tokens
+            experiment.whole(state.params), reference, np.int32(update), tokens
         )
         rows, local_samples = local_rows(samples)
         images = to_images(local_samples)
         rolled_out = time.perf_counter()
 
-        scores = self.rewards(images, [prompts[row] for row in rows])
-        scores = {name: gather_rows(rows, values, config.batch_size) for name, values in scores.items()}
-        rewards = sum(weight * scores[name] for name, weight in config.rewards.items())
-        advantages, zero_std = experiment.advantages(rewards.astype(np.float32))
+        rewards, reward_metrics = self._score(images, rows, prompts)
+        advantages, zero_std, unbalanced = experiment.advantages(rewards, transitions, reference_velocities)
+        check_advantage_sum(float(unbalanced), config.num_generations, update)
         scored = time.perf_counter()
 
-        history, passes = [], 0
+        history, plans = [], []
         for inner in range(config.updates_per_rollout):
             plan = experiment.plan(update, inner)
             # the rollout's velocities hold for its own parameters only: the first update after it
             state, metrics = experiment.update(
-                state, transitions, advantages, tokens, plan, reference_velocities, inner == 0
+                state, experiment.frozen, transitions, advantages, tokens, plan, reference_velocities, inner == 0
             )
             history.append(jax.device_get(metrics))
-            passes += plan.num_anchors
+            plans.append(plan)
         finished = time.perf_counter()
+        seconds = {"rollout": rolled_out - started, "reward": scored - rolled_out, "update": finished - scored}
         return state, {
+            **reward_metrics,
+            "zero_std_fraction": zero_std,
+            "advantage_sum": unbalanced,
+            **self._update_metrics(update, history, plans),
+            "learning_rate": experiment.learning_rate(state.updates),
+            **{f"seconds_{part}": value for part, value in seconds.items()},
+            **self.throughput(plans, seconds),
+            "compilations": self.compilations.count,
+        }
+
+    def _score(self, images: np.ndarray, rows: np.ndarray, prompts: list[str]) -> tuple[np.ndarray, dict[str, Any]]:
+        """The reward of every sample, float32 [B], and the metrics of all rewards; each process scores its own rows."""
+        config = self.config
+        scores = self.rewards(images, [prompts[row] for row in rows])
+        scores = {name: gather_rows(rows, values, config.batch_size) for name, values in scores.items()}
+        rewards = sum(weight * scores[name] for name, weight in config.rewards.items())
+        return rewards.astype(np.float32), {
             "reward_mean": _finite_mean(rewards),
             "reward_std": _finite_std(rewards),
             **{f"reward/{name}": _finite_mean(values) for name, values in scores.items()},
             "nonfinite_rewards": int(np.sum(~np.isfinite(rewards))),
-            "zero_std_fraction": zero_std,
-            **_merge(history),
-            "learning_rate": experiment.learning_rate(state.updates),
-            "seconds_rollout": rolled_out - started,
-            "seconds_reward": scored - rolled_out,
-            "seconds_update": finished - scored,
-            "backward_passes": passes,
-            "plan": config.plan,
+        }
+
+    def _update_metrics(self, update: int, history: list[dict], plans: list[BackwardPlan]) -> dict[str, Any]:
+        """What the optimiser updates on one rollout measured, and what was drawn for them."""
+        drawn = describe(self.config, update, plans[0])
+        changes = log_prob_changes(history[0]["log_prob_change"], plans[0], drawn["window_start"])
+        if self.writer:
+            self.warn_of_precision(changes["log_prob_change_max"])
+        return {
+            **merge_updates(history),
+            **changes,
+            "backward_passes": sum(plan.num_anchors for plan in plans),
+            "plan": self.config.plan,
+            **drawn,
         }
 
     def _evaluate(self, state: TrainState, update: int, draw_grid: bool) -> dict[str, float]:
@@ -226,17 +280,6 @@ class _Run:
 
 def _due(update: int, every: int) -> bool:
     return every > 0 and update % every == 0
-
-
-def _merge(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """Metrics of a rollout's updates as one: means; the largest ratio deviation; the number of skips."""
-    merged = {name: np.mean([metrics[name] for metrics in history]) for name in history[0]}
-    merged["ratio_max_deviation"] = max(metrics["ratio_max_deviation"] for metrics in history)
-    merged["skipped"] = sum(int(metrics["skipped"]) for metrics in history)
-    if len(history) > 1:
-        for inner, metrics in enumerate(history):
-            merged[f"ratio_max_deviation/{inner}"] = metrics["ratio_max_deviation"]
-    return merged
 
 
 def _finite_mean(values: np.ndarray) -> float:

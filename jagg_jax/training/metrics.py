@@ -43,11 +43,11 @@ class MetricsWriter:
 
         Args:
             update: Its number; 0 stands for before training. It must rise from line to line.
-            values: Metric name -> number (a NumPy or JAX scalar counts as one) or string. A non-finite number is
-                written as null and is missing from TensorBoard.
+            values: Metric name -> number (a NumPy or JAX scalar counts as one), string or list of numbers. A
+                non-finite number is written as null; TensorBoard gets the finite numbers only.
 
         Raises:
-            ValueError: If `update` doesn't rise, or a value is neither a number nor a string.
+            ValueError: If `update` doesn't rise, or a value is something else.
         """
         if self._last_update is not None and update <= self._last_update:
             raise ValueError(f"update {update}: the line of update {self._last_update} is already written")
@@ -95,10 +95,19 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return metrics
 
 
-def _plain(name: str, value: Any) -> str | int | float | None:
-    """The JSON value of a metric: scalars of any library become Python numbers, non-finite ones None."""
-    if isinstance(value, str) or value is None:
+def _plain(name: str, value: Any) -> str | int | float | list[int | float | None] | None:
+    """The JSON value of a metric."""
+    if isinstance(value, str):
         return value
+    if isinstance(value, list):
+        return [_plain_number(name, item) for item in value]
+    return _plain_number(name, value)
+
+
+def _plain_number(name: str, value: Any) -> int | float | None:
+    """Scalars of any library as Python numbers, non-finite ones as None."""
+    if value is None:
+        return None
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, bool):
@@ -107,4 +116,4 @@ def _plain(name: str, value: Any) -> str | int | float | None:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else None
-    raise ValueError(f"metric {name}: {type(value).__name__} is neither a number nor a string")
+    raise ValueError(f"metric {name}: {type(value).__name__} is no number, string or list of numbers")

@@ -238,7 +238,7 @@ def _draw_samples(figure: Any, before: np.ndarray, after: np.ndarray, captions: 
 
 def _title(config: TrainConfig, preset: str, metrics: list[dict], lines: list[dict]) -> str:
     groups = f", {config.steps_per_group} steps a group" if config.plan in ("jagg", "hat") else ""
-    kept = f", {config.subset_steps} of {config.train_steps} steps" if config.plan == "subset" else ""
+    kept = f", {config.subset_steps} of {config.num_train_steps} steps" if config.plan == "subset" else ""
     sampler = f"{config.sampler} at noise level {config.noise_level:g}"
     settings = f"{preset}: plan {config.plan}{groups}{kept}, {sampler}, seed {config.seed}"
     seconds = sum(np.nan_to_num(_column(lines, f"seconds_{part}")).sum() for part in TIME_COLOURS)

@@ -53,7 +53,25 @@ WRONG = [
     ({"updates_per_rollout": 0}, "--updates-per-rollout 0: "),
     ({"num_steps": 1}, "--num-steps 1: "),
     ({"train_steps": 0}, "--train-steps 0: "),
-    ({"train_steps": 10}, "--train-steps 10: must lie in 1 to 9"),
+    ({"train_steps": 10}, "--train-steps 10: must lie in 1 to 9, or in -8 to -1"),
+    ({"train_steps": -9}, "--train-steps -9: must lie in 1 to 9, or in -8 to -1"),
+    ({"train_steps": 2.5}, "--train-steps 2.5: must be a whole number or a share"),
+    ({"train_steps": True}, "--train-steps True: must be a whole number or a share"),
+    ({"train_steps": None}, "--train-steps None: must be a whole number or a share"),
+    ({"train_steps": "8"}, "--train-steps 8: must be a count such as 8 or -2, or a share up to 100%"),
+    ({"train_steps": "half"}, "--train-steps half: must be a count such as 8 or -2, or a share up to 100%"),
+    ({"train_steps": "%"}, "--train-steps %: must be a count such as 8 or -2, or a share up to 100%"),
+    ({"train_steps": "nan%"}, "--train-steps nan%: must be a count such as 8 or -2, or a share up to 100%"),
+    ({"train_steps": "0%"}, "--train-steps 0%: must be a count such as 8 or -2, or a share up to 100%"),
+    ({"train_steps": "-20%"}, "--train-steps -20%: must be a count such as 8 or -2, or a share up to 100%"),
+    ({"train_steps": "101%"}, "--train-steps 101%: must be a count such as 8 or -2, or a share up to 100%"),
+    ({"train_steps": "5%"}, "--train-steps 5%: is less than one step: --num-steps 10 has 9"),
+    ({"train_steps": "40%", "steps_per_group": 5}, "--steps-per-group 5: must be at most 4, the number of trained"),
+    ({"train_window": "last"}, "--train-window last: must be one of first, random"),
+    ({"train_window": "random", "train_steps": 9}, "--train-window random: has no room to move: --train-steps 9"),
+    ({"train_window": "random", "train_steps": "100%"}, "--train-window random: has no room to move"),
+    ({"hat_phase": "random"}, "--hat-phase random: has no effect with --plan jagg"),
+    ({"hat_phase": "free", "plan": "hat"}, "--hat-phase free: must be one of fixed, random"),
     ({"eval_steps": 0}, "--eval-steps 0: "),
     ({"shift": 0.0}, "--shift 0.0: "),
     ({"noise_level": 0.0}, "--noise-level 0.0: "),
@@ -64,13 +82,13 @@ WRONG = [
     ({"plan": "jag"}, "--plan jag: must be one of exact, jagg, hat, subset"),
     ({"steps_per_group": 0}, "--steps-per-group 0: must be at least 1"),
     ({"steps_per_group": 0, "plan": "exact"}, "--steps-per-group 0: must be at least 1"),
-    ({"steps_per_group": 9}, "--steps-per-group 9: must be at most --train-steps 8"),
+    ({"steps_per_group": 9}, "--steps-per-group 9: must be at most 8, the number of trained steps"),
     ({"steps_per_group": 1, "plan": "hat"}, "--steps-per-group 1: must be at least 2"),
     ({"jagg_frac": 1.5}, "--jagg-frac 1.5: must lie in 0 to 1"),
     ({"jagg_frac": -0.1}, "--jagg-frac -0.1: must lie in 0 to 1"),
     ({"alpha": "time"}, "--alpha time: must be one of sigma, index"),
     ({"subset_steps": 0}, "--subset-steps 0: "),
-    ({"subset_steps": 9, "plan": "subset"}, "--subset-steps 9: must be at most --train-steps 8"),
+    ({"subset_steps": 9, "plan": "subset"}, "--subset-steps 9: must be at most 8, the number of trained steps"),
     ({"batch_anchors": 0}, "--batch-anchors 0: "),
     ({"rewards": {}}, "--rewards: name at least one of"),
     ({"rewards": {"ocr": 1.0}}, "--rewards ocr: there is no such reward"),
@@ -97,7 +115,8 @@ WRONG = [
     ({"max_grad_norm": 0.0}, "--max-grad-norm 0.0: "),
     ({"ema_decay": 1.0}, "--ema-decay 1.0: "),
     ({"storage_dtype": "float16"}, "--storage-dtype float16: "),
-    ({"remat": 1}, "--remat 1: must be a bool"),
+    ({"remat": 1}, "--remat 1: must be one of none, dots, full"),
+    ({"scan_layers": 1}, "--scan-layers 1: must be a bool"),
     ({"eval_every": -1}, "--eval-every -1: "),
     ({"eval_prompts": 0}, "--eval-prompts 0: "),
     ({"eval_prompts": 101}, "--eval-prompts 101: task digits has 100 held-out prompts"),
@@ -119,6 +138,10 @@ RIGHT = [
     {"steps_per_group": 9, "plan": "exact"},
     {"train_steps": 3, "steps_per_group": 3, "num_steps": 4, "plan": "hat"},
     {"plan": "subset", "subset_steps": 8},
+    {"train_steps": -5, "steps_per_group": 4},
+    {"train_steps": "100%", "steps_per_group": 9},
+    {"train_steps": -1, "train_window": "random", "plan": "hat", "hat_phase": "random"},
+    {"num_steps": 2, "train_steps": 1, "steps_per_group": 1},
     {"jagg_frac": 0},
     {"kl": "exact", "kl_weight": 0.01},
     {"rewards": {"ocr_edit": 1, "jpeg_compressibility": -0.1}},
@@ -132,6 +155,14 @@ RIGHT = [
 @pytest.mark.parametrize("changes", RIGHT, ids=str)
 def test_values_at_the_limits_are_taken(changes):
     validate(dataclasses.replace(QUICKSTART, **changes))
+
+
+@pytest.mark.parametrize(
+    ("train_steps", "num_steps", "resolved"),
+    [(8, 10, 8), (9, 10, 9), (-2, 10, 7), (-8, 10, 1), ("50%", 11, 5), ("100%", 10, 9), ("12.5%", 9, 1), ("34%", 4, 1)],
+)
+def test_trained_steps_are_a_count_or_a_share(train_steps, num_steps, resolved):
+    assert dataclasses.replace(QUICKSTART, train_steps=train_steps, num_steps=num_steps).num_train_steps == resolved
 
 
 @given(batch_size=st.integers(2, 400), num_generations=st.integers(2, 400))

@@ -36,6 +36,16 @@ def test_lines_can_be_read_while_the_writer_is_open(tmp_path):
         assert read_metrics(tmp_path)[1] == expected
 
 
+def test_lists_of_numbers_are_kept_and_are_not_for_tensorboard(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(
+            1, {"steps": [0, np.int64(3)], "key": [4294967295, 7], "bad": [np.float32(0.5), math.nan], "none": []}
+        )
+    line = {"update": 1, "steps": [0, 3], "key": [4294967295, 7], "bad": [0.5, None], "none": []}
+    assert read_metrics(tmp_path) == [line]
+    assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"] == []
+
+
 @given(value=st.floats(width=32))
 def test_floats_survive_and_non_finite_ones_become_null(tmp_path_factory, value):
     run_dir = tmp_path_factory.mktemp("run")
@@ -78,7 +88,7 @@ def test_updates_must_rise_also_after_resuming(tmp_path):
         writer.write(2, {})
 
 
-@pytest.mark.parametrize("value", [[1.0], np.zeros(2), object()])
+@pytest.mark.parametrize("value", [[[1.0]], ["a"], np.zeros(2), (1.0,), object()])
 def test_what_is_no_number_is_refused_and_leaves_no_line(tmp_path, value):
     with MetricsWriter(tmp_path) as writer:
         with pytest.raises(ValueError, match="metric loss"):

@@ -46,13 +46,14 @@ def held_out_loss(velocity_fn, params):
 def test_the_loss_falls_and_the_file_holds_the_averaged_weights(tmp_path, capsys):
     path = tmp_path / "w.safetensors"
     metadata = pretrain(dataclasses.replace(TINY, output=str(path)))
-    config, task, velocity_fn, params = load_model(path)
+    model = load_model(path)
+    config, velocity_fn, params = model.config, model.velocity_fn, model.params
     untrained = jax.tree.map(jnp.zeros_like, params)
     # A model of zeros predicts zero, as a new one does; 1.8 is about the variance of noise - x0.
     before, after = held_out_loss(velocity_fn, untrained), held_out_loss(velocity_fn, params)
     assert before > 1.5
     assert after < 0.75 * before
-    assert (config.width, config.depth, task) == (16, 1, "digits")
+    assert (config.width, config.depth, model.task) == (16, 1, "digits")
     assert metadata == read_metadata(path)
     assert float(metadata["loss"]) < 0.75 * before
     assert 0.0 <= float(metadata["eval/ocr_edit"]) <= 1.0
@@ -168,11 +169,11 @@ def test_a_diverging_run_stops_and_writes_nothing(tmp_path):
 def test_the_packaged_weights_are_the_imperfect_start_that_their_metadata_claims():
     path = resolve_weights("digits")
     metadata = read_metadata(path)
-    config, name, velocity_fn, params = load_model(path)
-    task = get_task(name)
+    model = load_model(path)
+    config, task = model.config, get_task(model.task)
     assert (config.image_shape, config.vocab_size, config.prompt_length) == (task.image_shape, task.vocab_size, 3)
     assert path.stat().st_size < 8e6
-    scores = held_out_scores(velocity_fn, params, task, PretrainConfig())
+    scores = held_out_scores(model.velocity_fn, model.params, task, PretrainConfig())
     assert 0.3 < scores["ocr_edit"] < 0.45
     assert abs(scores["ocr_edit"] - float(metadata["eval/ocr_edit"])) < 0.05
     assert abs(scores["ocr_logprob"] - float(metadata["eval/ocr_logprob"])) < 0.2
