@@ -5,6 +5,8 @@ from jagg_jax.models.functional import Params, VelocityFn, as_function, count_pa
 from jagg_jax.models.lora import AdapterError, Adapters, merge_params, split_adapters
 from jagg_jax.models.sd3 import SD3, SD3_TENSOR_RULES, TextEmbeddings
 from jagg_jax.models.sd3_config import SD3Config
+from jagg_jax.models.vae import AutoencoderKL, tiled_decode
+from jagg_jax.models.vae_config import VAEConfig
 from jagg_jax.models.weights import (
     LoadedModel,
     load_model,
@@ -20,12 +22,14 @@ __all__ = [
     "TENSOR_RULES",
     "AdapterError",
     "Adapters",
+    "AutoencoderKL",
     "DiT",
     "DiTConfig",
     "LoadedModel",
     "Params",
     "SD3Config",
     "TextEmbeddings",
+    "VAEConfig",
     "VelocityFn",
     "as_function",
     "count_parameters",
@@ -36,4 +40,5 @@ __all__ = [
     "read_metadata",
     "save_weights",
     "split_adapters",
+    "tiled_decode",
 ]

@@ -10,13 +10,14 @@ VelocityFn = Callable[..., jax.Array]
 Params = dict[str, Any]
 
 
-def as_function(module: nnx.Module) -> tuple[VelocityFn, Params]:
+def as_function(module: nnx.Module, method: str = "__call__") -> tuple[VelocityFn, Params]:
     """Splits a module into a pure function and its trainable parameters.
 
     Args:
       module: its call must be a pure function of its arguments, e.g. `DiT`.
+      method: what is called; the module itself by default.
     Returns:
-      velocity_fn(params, *args) -> module(*args), safe under jit, grad, vmap and scan; variables that are no
+      velocity_fn(params, *args) -> module.method(*args), safe under jit, grad, vmap and scan; variables that are no
         `nnx.Param` are closed over as constants.
       params: nested dict with string keys (list entries "0", "1", ...) of the `nnx.Param` arrays.
     """
@@ -32,7 +33,7 @@ def as_function(module: nnx.Module) -> tuple[VelocityFn, Params]:
 
     def velocity_fn(params: Params, *args: Any) -> jax.Array:
         variables = [(path, variable.replace(_lookup(params, path))) for path, variable in flat]
-        return nnx.merge(graph, nnx.from_flat_state(variables), constants)(*args)
+        return getattr(nnx.merge(graph, nnx.from_flat_state(variables), constants), method)(*args)
 
     return velocity_fn, params
 

@@ -22,6 +22,9 @@ class Move:
 AS_IT_IS = Move(lambda theirs: theirs, lambda ours: ours)
 TRANSPOSE = Move(lambda theirs: theirs.T, lambda ours: ours.T)  # PyTorch keeps [out, in], Flax [in, out]
 
+# PyTorch keeps [out, in, height, width], Flax [height, width, in, out]
+CONVOLUTION = Move(lambda theirs: theirs.transpose(2, 3, 1, 0), lambda ours: ours.transpose(3, 2, 0, 1))
+
 
 def patch_convolution(patch_size: int) -> Move:
     """A convolution whose stride is its size, [out, C, p, p] <-> a linear map of patches, [p * p * C, out]."""
