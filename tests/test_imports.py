@@ -63,9 +63,12 @@ def test_nothing_below_imports_the_trainer(ring):
         assert not above, path
 
 
-def test_nothing_imports_pytorch_or_diffusers():
+def test_only_the_encoding_of_prompts_imports_pytorch():
     for path in [*FILES, *(ROOT / "configs").glob("*.py"), ROOT / "train.py"]:
-        assert not external(path) & {"torch", "diffusers", "transformers", "tensorflow"}, path
+        allowed = {"torch", "transformers"} if path == PACKAGE / "prompts" / "encode.py" else set()
+        assert external(path) & {"torch", "diffusers", "transformers", "tensorflow"} == allowed, path
+        if path != PACKAGE / "training" / "encode_prompts.py":
+            assert "jagg_jax.prompts.encode" not in internal(path), path
 
 
 def test_imports_go_one_way():
@@ -118,6 +121,28 @@ try:
 except ImportError as error:
     print(error)
 """
+
+
+WITHOUT_PYTORCH = """
+import importlib, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "diffusers", "transformers", "tensorflow"}:
+            raise ImportError(name + " is refused")
+
+sys.meta_path.insert(0, Refuse())
+for name in sys.argv[1].split(","):
+    importlib.import_module(name)
+"""
+
+
+def test_everything_but_the_encoding_of_prompts_works_without_pytorch():
+    """In a fresh interpreter that refuses it: tensorboardX would load it where it's installed, and needs it nowhere."""
+    names = ",".join(module_name(path) for path in FILES if path != PACKAGE / "prompts" / "encode.py")
+    command = [sys.executable, "-c", WITHOUT_PYTORCH, names]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_core_imports_with_jax_and_numpy_alone():

@@ -115,6 +115,9 @@ WRONG = [
     (["evaluate", "--run-dir", "used"], "--run-dir used: there is no run", "name the folder"),
     (["evaluate", "--checkpoint", "last"], "--checkpoint last: ", "must be a whole number"),
     (["evaluate", "--run-dir", "started"], "started/checkpoints: ", "holds no checkpoint"),
+    (["encode_prompts"], "--prompts : ", "name a prompt file"),
+    (["encode_prompts", "--device", "tpu"], "--device tpu: ", "must be one of auto, cpu, cuda"),
+    (["encode-prompts", "--prompt", "x"], "--prompt: there is no such option", "did you mean '--prompts'?"),
     (["sample", "--run-dir", "started"], "--prompt: ", "at least one"),
     (["sample", "--promt", "427"], "--promt: there is no such option", "did you mean '--prompt'?"),
 ]

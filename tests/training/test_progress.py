@@ -33,6 +33,15 @@ def test_a_bar_in_a_terminal(monkeypatch):
     assert "reward 0.250" in shown
 
 
+def test_lines_are_limited_where_batches_are_counted_by_their_parts():
+    stream = io.StringIO()
+    progress = Progress(20, stream=stream, lines=4, unit="prompt")
+    for done in (3, 6, 9, 12, 15, 18, 20):
+        progress.update(done)
+    shown = [re.match(r"prompt (\d+)/20 .* prompts/min", line)[1] for line in stream.getvalue().splitlines()]
+    assert shown == ["6", "12", "15", "20"]
+
+
 def test_rate_and_time_left_count_this_run_only(monkeypatch):
     now = iter([100.0, 130.0])
     monkeypatch.setattr("jagg_jax.training.progress.time.monotonic", lambda: next(now))
