@@ -12,7 +12,7 @@ from rich.table import Table
 from jagg_jax.models import count_parameters
 from jagg_jax.training.config import TrainConfig, validate
 from jagg_jax.training.experiment import Experiment, build_experiment
-from jagg_jax.training.flops import model_flops, program_flops
+from jagg_jax.training.flops import condition_shapes, model_flops, program_flops
 from jagg_jax.training.sharding import join_processes
 
 
@@ -54,7 +54,7 @@ def geometry(experiment: Experiment) -> dict[str, int]:
         "processes": jax.process_count(),
         "trained parameters": count_parameters(experiment.initial_trained),
         "frozen parameters": count_parameters(experiment.frozen),
-        "adapted matrices": experiment.num_adapted,
+        "adapted matrices": experiment.pipeline.num_adapted,
         "prompts a rollout": config.batch_size // config.num_generations,
         "generations a prompt": config.num_generations,
         "samples a rollout (global batch)": config.batch_size,
@@ -71,15 +71,15 @@ def geometry(experiment: Experiment) -> dict[str, int]:
 
 def trace(experiment: Experiment) -> dict[str, jax.stages.Traced]:
     """The programs "rollout", "first update" and, where there is one, "later update", traced on abstract arguments."""
-    config, task = experiment.config, experiment.task
+    config = experiment.config
     state = jax.eval_shape(experiment.create_state, experiment.initial_trained)
-    tokens = jax.ShapeDtypeStruct((config.batch_size, task.prompt_length), jnp.int32)
+    conditions = condition_shapes(experiment)
     reference = experiment.initial_params if config.kl != "none" else None
-    rolling = (experiment.whole(state.params), reference, np.int32(1), tokens)
+    rolling = (experiment.whole(state.params), reference, np.int32(1), conditions)
     _, transitions, reference_velocities = jax.eval_shape(experiment.roll_out, *rolling)
     advantages = jax.ShapeDtypeStruct((config.batch_size,), jnp.float32)
     plan = experiment.plan(1)
-    updating = (state, experiment.frozen, transitions, advantages, tokens, plan, reference_velocities)
+    updating = (state, experiment.frozen, transitions, advantages, conditions, plan, reference_velocities)
     updates = {"first update": True} | ({"later update": False} if config.updates_per_rollout > 1 else {})
     traced = {name: experiment.update.trace(*updating, first) for name, first in updates.items()}
     return {"rollout": experiment.roll_out.trace(*rolling)} | traced

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jagg_jax.prompts.source import PromptSource
 from jagg_jax.rewards import REWARDS, RewardSet, make_rewards
 from jagg_jax.training.checkpoint import Checkpoints
 from jagg_jax.training.config import closest, option, require
@@ -24,8 +25,8 @@ MAX_BATCH = 100  # samples drawn at once
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-    """Score a run's model on held-out prompts that training never used, from fixed noise, by ODE steps."""
+class _RunChoice:
+    """Which model of which run draws, how, and on what devices: the settings that both commands share."""
 
     run_dir: str = ""
     """Folder of the run."""
@@ -33,42 +34,40 @@ class EvaluateConfig:
     """Update of the checkpoint; the latest by default. 0 is the pre-trained model."""
     weights: Literal["auto", "trained", "average"] = "auto"
     """Trained weights or their moving average; auto takes the average where the run keeps one."""
-    rewards: tuple[str, ...] = ()
-    """Rewards to measure; the run's eval rewards by default."""
-    num_prompts: int = 0
-    """Held-out prompts; 0 takes all of the task's."""
     steps: int = 0
     """Denoising steps; 0 takes the run's eval_steps."""
     guidance: float | None = None
     """Classifier-free guidance scale; the run's by default."""
     seed: int = 0
     """Seed of the initial noise."""
+    fsdp: int = 1
+    """Devices over which parameters are split, whatever the run had; all devices share the samples."""
+    tensor: int = 1
+    """Devices over which attention heads and MLP columns are split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig(_RunChoice):
+    """Score a run's model on held-out prompts that training never used, from fixed noise, by ODE steps."""
+
+    rewards: tuple[str, ...] = ()
+    """Rewards to measure; the run's eval rewards by default."""
+    num_prompts: int = 0
+    """Held-out prompts; 0 takes all of the task's."""
     output: str = ""
     """JSON file for the result; empty means evaluation.json in the run's folder."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(_RunChoice):
     """Draw samples of given prompts with a run's model, as a picture with the prompt under each."""
 
-    run_dir: str = ""
-    """Folder of the run."""
     prompt: tuple[str, ...] = ()
     """What to draw, e.g. 427; several are allowed."""
     output: str = "samples.png"
     """PNG file to write."""
     count: int = 1
     """Samples a prompt."""
-    checkpoint: int | None = None
-    """Update of the checkpoint; the latest by default. 0 is the pre-trained model."""
-    weights: Literal["auto", "trained", "average"] = "auto"
-    """Trained weights or their moving average; auto takes the average where the run keeps one."""
-    steps: int = 0
-    """Denoising steps; 0 takes the run's eval_steps."""
-    guidance: float | None = None
-    """Classifier-free guidance scale; the run's by default."""
-    seed: int = 0
-    """Seed of the initial noise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,28 +75,27 @@ class Evaluator:
     """Draws and scores the same prompts from the same noise at every call.
 
     Attributes:
-      prompts: what is drawn.
-      tokens: int32 [N, L].
+      prompts: what is drawn, N prompts.
       draw: `make_drawer`'s sampler; prompt i starts from noise i.
       shards: the sampler takes batches of a multiple of this.
       rewards: scores images.
     """
 
-    prompts: tuple[str, ...]
-    tokens: np.ndarray
+    prompts: PromptSource
     draw: Callable
     shards: int
     rewards: RewardSet
 
     def images(self, params: Any, count: int | None = None) -> np.ndarray:
         """Images of the first `count` prompts (all by default, or where there are fewer), float32 [count, H, W, 3]."""
-        total = len(self.prompts) if count is None else min(count, len(self.prompts))
-        size = -(-min(len(self.prompts), MAX_BATCH) // self.shards) * self.shards
+        available = len(self.prompts.texts)
+        total = available if count is None else min(count, available)
+        size = -(-min(available, MAX_BATCH) // self.shards) * self.shards
         parts = []
         for start in range(0, total, size):
             # every call has the same shape, so that it is compiled once: the last part is filled up with repeats
-            rows = np.minimum(np.arange(start, start + size), len(self.prompts) - 1)
-            parts.append(to_images(self.draw(params, self.tokens[rows], rows)))
+            rows = np.minimum(np.arange(start, start + size), available - 1)
+            parts.append(to_images(self.draw(params, self.prompts, rows, rows)))
         return np.concatenate(parts)[:total]
 
     def __call__(self, params: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -109,27 +107,33 @@ class Evaluator:
         """Scores, float32 [N], of images of the first N prompts; every process reads its share of them."""
         total, count = len(images), jax.process_count()
         rows = np.minimum(np.arange(jax.process_index(), -(-total // count) * count, count), total - 1)
-        scores = self.rewards(images[rows], [self.prompts[row] for row in rows])
+        scores = self.rewards(images[rows], [self.prompts.texts[row] for row in rows])
         return {name: gather_rows(rows, values, total) for name, values in scores.items()}
 
 
 def make_evaluator(
     experiment: Experiment,
-    prompts: Sequence[str],
+    prompts: PromptSource,
     rewards: Sequence[str],
     steps: int | None = None,
     guidance: float | None = None,
     seed: int = 0,
 ) -> Evaluator:
     """An evaluator of the experiment's model; steps and guidance are the run's by default."""
-    config, task = experiment.config, experiment.task
+    config, pipeline = experiment.config, experiment.pipeline
     steps = config.eval_steps if steps is None else steps
     guidance = config.guidance if guidance is None else guidance
     return Evaluator(
-        prompts=tuple(prompts),
-        tokens=task.encode(prompts),
+        prompts=prompts,
         draw=make_drawer(
-            experiment.velocity_fn, task.image_shape, steps, config.shift, guidance, seed, experiment.mesh
+            pipeline.velocity_fn,
+            pipeline.decoder,
+            pipeline.latent_shape,
+            steps,
+            config.shift,
+            guidance,
+            seed,
+            experiment.mesh,
         ),
         shards=batch_shards(experiment.mesh),
         rewards=load_rewards(experiment, rewards, "eval_rewards"),
@@ -143,7 +147,7 @@ def load_rewards(experiment: Experiment, names: Sequence[str], field: str) -> Re
       ConfigError: a reward that can't score the task, or whose model is missing; names the setting.
     """
     try:
-        return make_rewards(tuple(names), experiment.task.alphabet, experiment.config.reward_threads)
+        return make_rewards(tuple(names), experiment.pipeline.alphabet, experiment.config.reward_threads)
     except ValueError as error:
         raise ConfigError(f"{option(field)} {' '.join(names)}: {error}") from error
 
@@ -167,23 +171,24 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
       CheckpointError: a checkpoint that is missing or damaged.
     """
     run_dir, experiment, params, update = _load_run(config)
-    held_out = experiment.task.prompts("eval")
-    require(0 <= config.num_prompts <= len(held_out), config, "num_prompts", f"must be 0 to {len(held_out)}")
+    held_out = experiment.pipeline.eval_prompts
+    total = len(held_out.texts)
+    require(0 <= config.num_prompts <= total, config, "num_prompts", f"must be 0 to {total}")
     names = config.rewards or experiment.config.eval_rewards
     for name in names:
         choice = f"choose from {', '.join(REWARDS)}{closest(name, REWARDS)}"
         require(name in REWARDS, config, "rewards", choice)
-    prompts = held_out[: config.num_prompts or None]
+    prompts = held_out.first(config.num_prompts or total)
     evaluator = make_evaluator(experiment, prompts, names, config.steps or None, config.guidance, config.seed)
     _, scores = evaluator(params)
     summary = summarise(scores)
     output = Path(config.output) if config.output else run_dir / "evaluation.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    settings = {"run_dir": str(run_dir), "update": update, "prompts": len(prompts), "seed": config.seed}
+    settings = {"run_dir": str(run_dir), "update": update, "prompts": len(prompts.texts), "seed": config.seed}
     settings |= {"steps": config.steps or experiment.config.eval_steps, "weights": config.weights}
     content = settings | {"rewards": {name: _finite(values) for name, values in summary.items()}}
     write_text(output, json.dumps(content, indent=2, allow_nan=False) + "\n")
-    table = Table(title=f"{run_dir}, update {update}, {len(prompts)} held-out prompts")
+    table = Table(title=f"{run_dir}, update {update}, {len(prompts.texts)} held-out prompts")
     for column in ("reward", "mean", "standard error"):
         table.add_column(column)
     for name, values in summary.items():
@@ -207,11 +212,11 @@ def sample(config: SampleConfig) -> Path:
     _, experiment, params, _ = _load_run(config)
     prompts = [prompt for prompt in config.prompt for _ in range(config.count)]
     try:
-        experiment.task.encode(prompts)
+        source = experiment.pipeline.find_prompts(prompts)
     except ValueError as error:
         raise ConfigError(f"--prompt: {error}") from error
     names = experiment.config.eval_rewards[:1]
-    evaluator = make_evaluator(experiment, prompts, names, config.steps or None, config.guidance, config.seed)
+    evaluator = make_evaluator(experiment, source, names, config.steps or None, config.guidance, config.seed)
     images, scores = evaluator(params)
     output.parent.mkdir(parents=True, exist_ok=True)
     sample_grid(images, captions(prompts, scores), output)
@@ -224,7 +229,7 @@ def captions(prompts: Sequence[str], scores: dict[str, np.ndarray]) -> list[str]
     return [f"{prompt}  {score:.2f}" for prompt, score in zip(prompts, first, strict=True)]
 
 
-def _load_run(config: EvaluateConfig | SampleConfig) -> tuple[Path, Experiment, Any, int]:
+def _load_run(config: _RunChoice) -> tuple[Path, Experiment, Any, int]:
     """Folder, experiment, parameters and their update, after the checks that the two commands share."""
     if not config.run_dir:
         raise ConfigError("--run-dir: name the folder of a run")
@@ -236,7 +241,8 @@ def _load_run(config: EvaluateConfig | SampleConfig) -> tuple[Path, Experiment, 
     if config.weights == "average" and not run_config.ema_decay:
         raise ConfigError("--weights average: the run keeps none (its ema_decay is 0); use trained or auto")
     check_weights(run_dir, run_config)
-    experiment = build_experiment(run_config)
+    devices = {"data": -1, "fsdp": config.fsdp, "tensor": config.tensor, "distributed": "none"}
+    experiment = build_experiment(dataclasses.replace(run_config, **devices), trains=False)
     state = experiment.initial_state()
     checkpoints = Checkpoints(run_dir)
     update = checkpoints.latest() if config.checkpoint is None else config.checkpoint

@@ -3,39 +3,31 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jagg_jax.flow import ODE, SAMPLERS, flow_sigmas, with_guidance
 from jagg_jax.grpo import advantage_sum, group_advantages, zero_std_fraction
-from jagg_jax.models import (
-    TENSOR_RULES,
-    AdapterError,
-    Adapters,
-    LoadedModel,
-    load_model,
-    merge_params,
-    split_adapters,
-)
+from jagg_jax.models import merge_params, split_adapters
 from jagg_jax.plans import BackwardPlan
-from jagg_jax.prompts import Task, get_task
+from jagg_jax.prompts.source import PromptSource
 from jagg_jax.rollout import Transitions, finite_samples, initial_noise, rollout
-from jagg_jax.training.config import TrainConfig, option, resolve_weights
-from jagg_jax.training.draws import ADAPTER_KEYS, EVAL_KEYS, backward_plan, keys_for, sample_keys, window_start
+from jagg_jax.training.config import TrainConfig, option
+from jagg_jax.training.draws import EVAL_KEYS, backward_plan, keys_for, sample_keys, window_start
 from jagg_jax.training.errors import ConfigError
+from jagg_jax.training.pipeline import Decoder, Pipeline, load_pipeline
 from jagg_jax.training.sharding import (
     batch_shards,
     by_sample,
     by_step_and_sample,
     make_mesh,
-    parameter_spec,
     put,
+    put_rows,
     replicated,
     state_shardings,
 )
@@ -49,33 +41,33 @@ class Experiment:
     Attributes:
       config: the settings.
       mesh: the devices.
-      task: prompts and their encoding.
-      velocity_fn: `velocity_fn(params, latents, sigma, tokens)` with all of a model's parameters, without guidance.
+      pipeline: model, prompts and decoder, without guidance.
+      null_condition: of the velocity function, a pytree of arrays [1, ...] on every device.
       frozen: the parameters that never change: the pre-trained ones under adapters, else none.
       initial_trained: the trained ones before training: adapters that change nothing, else the pre-trained ones.
-      num_adapted: how many matrices have an adapter.
       create_state: compiled trained parameters -> the state before the first update, on buffers of its own.
       learning_rate: optimiser updates applied so far -> learning rate.
-      roll_out: compiled (params, reference parameters or None, update, tokens [B, L]) -> (samples [B, ...],
-        Transitions, reference velocities or None).
+      roll_out: compiled (params, reference parameters or None, update, conditions) -> (samples [B, ...], Transitions,
+        reference velocities or None).
       advantages: compiled (rewards [B], transitions, reference velocities or None) -> (advantages [B], share of prompts
         whose rewards all agree, `grpo.advantage_sum`).
-      update: compiled (state, frozen parameters, transitions, advantages [B], tokens, plan, reference velocities or
-        None, use_cached) -> (state, metrics); the state is donated.
+      update: compiled (state, frozen parameters, transitions, advantages [B], conditions, plan, reference velocities
+        or None, use_cached) -> (state, metrics); the state is donated.
+      decode: compiled (decoder parameters, samples [B, ...]) -> images float32 [B, H, W, C], nominally in [-1, 1].
     """
 
     config: TrainConfig
     mesh: Mesh
-    task: Task
-    velocity_fn: Callable
+    pipeline: Pipeline
+    null_condition: Any
     frozen: Any
     initial_trained: Any
-    num_adapted: int
     create_state: Callable
     learning_rate: Callable
     roll_out: Callable
     advantages: Callable
     update: Callable
+    decode: Callable
 
     def initial_state(self) -> TrainState:
         """The state before the first update, on fresh buffers (the update donates them)."""
@@ -90,86 +82,91 @@ class Experiment:
         """All parameters before training, the reference of the KL penalty: its adapters, if any, change nothing."""
         return self.whole(self.initial_trained)
 
-    def on_mesh(self, array: np.ndarray) -> jax.Array:
-        """A host array [B, ...] split over the mesh by sample."""
-        return put(array, by_sample(self.mesh))
+    def images(self, samples: jax.Array) -> jax.Array:
+        """Images float32 [B, H, W, C], nominally in [-1, 1], of samples [B, ...]; both split by sample."""
+        return self.decode(self.pipeline.decoder.params, samples)
 
     def plan(self, update: int, inner: int = 0) -> BackwardPlan:
         """The backward plan of optimiser update `inner` on rollout `update`, for that rollout's trained steps."""
         return backward_plan(self.config, update, inner)
 
-    def prompts(self, update: int) -> list[str]:
-        """The prompts of rollout `update` (from 1), each `num_generations` times in a row.
+    def prompt_rows(self, update: int) -> np.ndarray:
+        """Which training prompts rollout `update` (from 1) draws, int [B], each `num_generations` times in a row.
 
         Epoch after epoch, all training prompts in an order that follows from the seed and the epoch.
         """
-        pool = self.task.prompts("train")
-        count = self.config.batch_size // self.config.num_generations
+        total, count = len(self.pipeline.train_prompts.texts), self.config.batch_size // self.config.num_generations
         places = np.arange((update - 1) * count, update * count)
-        orders = {epoch: self._order(epoch) for epoch in set((places // len(pool)).tolist())}
-        chosen = [pool[orders[place // len(pool)][place % len(pool)]] for place in places.tolist()]
-        return [prompt for prompt in chosen for _ in range(self.config.num_generations)]
+        orders = {epoch: self._order(epoch, total) for epoch in set((places // total).tolist())}
+        chosen = [orders[place // total][place % total] for place in places.tolist()]
+        return np.repeat(chosen, self.config.num_generations)
 
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.config.seed, epoch]).permutation(len(self.task.prompts("train")))
+    def _order(self, epoch: int, total: int) -> np.ndarray:
+        return np.random.default_rng([self.config.seed, epoch]).permutation(total)
+
+    def prompts(self, update: int) -> list[str]:
+        """The prompts of rollout `update`, a string a sample."""
+        return [self.pipeline.train_prompts.texts[row] for row in self.prompt_rows(update)]
+
+    def conditions(self, update: int) -> tuple[Any, Any]:
+        """What the model hears in rollout `update`: of its prompts, arrays [B, ...] split by sample, and of none.
+
+        Every process reads its own samples' rows only.
+        """
+        rows = self.prompt_rows(update)
+        condition = put_rows(lambda places: self.pipeline.train_prompts.read(rows[places]), len(rows), self.mesh)
+        return condition, self.null_condition
 
     def evaluated_params(self, state: TrainState) -> Any:
         """All parameters, the trained ones averaged where the run keeps an average."""
         return self.whole(state.params if state.ema_params is None else state.ema_params)
 
 
-def build_experiment(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Experiment:
+def build_experiment(
+    config: TrainConfig, devices: Sequence[jax.Device] | None = None, trains: bool = True
+) -> Experiment:
     """Loads the weights onto the mesh and prepares the programs; compiles nothing yet.
 
     Args:
       config: the settings.
       devices: those of the mesh; all by default.
+      trains: whether it will draw training batches, which must then divide over the devices.
 
     Raises:
       ConfigError: the weights are no weights or those of another task, or the mesh fits neither the devices nor the
         batch nor the model.
     """
-    mesh = _mesh(config, devices)
-    path = resolve_weights(config.weights)
-
-    def place(name: str, tensor: np.ndarray) -> jax.Array:
-        spec = parameter_spec(name, tensor.shape, mesh, TENSOR_RULES, config.fsdp_min_size)
-        return put(tensor, NamedSharding(mesh, spec))
-
-    model = _load_model(config, path, place)
-    if model.task != config.task:
-        raise ConfigError(f"--weights {config.weights}: is a model of task {model.task}, not of --task {config.task}")
-    heads, tensor = model.config.num_heads, mesh.shape["tensor"]
-    if heads % tensor:
-        raise ConfigError(f"--tensor {tensor}: must divide the model's {heads} attention heads")
+    mesh = _mesh(config, devices, trains)
+    pipeline = load_pipeline(config, mesh)
     sampler = SAMPLERS[config.sampler](config.noise_level)
     kl = None if config.kl == "none" else config.kl
     objective = Objective(sampler, (config.clip_low, config.clip_high), kl, config.kl_weight)
     learning_rate = make_learning_rate(config)
     adamw = optax.adamw(learning_rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
-    velocity_fn = with_guidance(model.velocity_fn, config.guidance)
+    velocity_fn = with_guidance(pipeline.velocity_fn, config.guidance)
     create = partial(_create_state, optimizer, config.ema_decay > 0)
-    frozen, trained = split_adapters(model.params) if config.lora_rank else ({}, model.params)
-    place_all = partial(state_shardings, mesh=mesh, tensor_rules=TENSOR_RULES, min_size=config.fsdp_min_size)
+    frozen, trained = split_adapters(pipeline.params) if config.lora_rank else ({}, pipeline.params)
+    place_all = partial(state_shardings, mesh=mesh, tensor_rules=pipeline.tensor_rules, min_size=config.fsdp_min_size)
     state, fixed = place_all(jax.eval_shape(create, trained)), place_all(frozen)
     params = merge_params(fixed, state.params)
     everywhere, samples, steps = replicated(mesh), by_sample(mesh), by_step_and_sample(mesh)
+    conditions = (samples, everywhere)
     transitions = Transitions(steps, steps, everywhere, everywhere, steps, steps)
-    roll_out = partial(_roll_out, config, velocity_fn, sampler, model.config.image_shape, mesh)
+    roll_out = partial(_roll_out, config, velocity_fn, sampler, pipeline.latent_shape, mesh)
+    placed_decoder = jax.tree.map(lambda array: array.sharding, pipeline.decoder.params)
     return Experiment(
         config=config,
         mesh=mesh,
-        task=get_task(config.task),
-        velocity_fn=model.velocity_fn,
+        pipeline=pipeline,
+        null_condition=jax.tree.map(lambda array: put(array, everywhere), pipeline.train_prompts.null),
         frozen=frozen,
         initial_trained=trained,
-        num_adapted=model.num_adapted,
         create_state=jax.jit(create, in_shardings=(state.params,), out_shardings=state),
         learning_rate=learning_rate,
         roll_out=jax.jit(
             roll_out,
-            in_shardings=(params, params if kl else None, everywhere, samples),
+            in_shardings=(params, params if kl else None, everywhere, conditions),
             out_shardings=(samples, transitions, steps if kl else None),
         ),
         advantages=jax.jit(
@@ -179,31 +176,13 @@ def build_experiment(config: TrainConfig, devices: Sequence[jax.Device] | None =
         ),
         update=jax.jit(
             partial(_update, config, velocity_fn, objective, optimizer),
-            in_shardings=(state, fixed, transitions, samples, samples, everywhere, steps if kl else None),
+            in_shardings=(state, fixed, transitions, samples, conditions, everywhere, steps if kl else None),
             out_shardings=(state, everywhere),
             donate_argnums=0,
             static_argnums=7,
         ),
+        decode=jax.jit(pipeline.decoder.apply, in_shardings=(placed_decoder, samples), out_shardings=samples),
     )
-
-
-def _load_model(config: TrainConfig, path: Path, place: Callable) -> LoadedModel:
-    adapters = Adapters(config.lora_rank, config.lora_alpha, config.lora_targets) if config.lora_rank else None
-    try:
-        return load_model(
-            path,
-            dtype=config.compute_dtype,
-            remat=config.remat,
-            scan_layers=config.scan_layers,
-            adapters=adapters,
-            adapter_key=keys_for(config.seed, ADAPTER_KEYS),
-            frozen_dtype=jnp.dtype(config.frozen_dtype),
-            place=place,
-        )
-    except AdapterError as error:
-        raise ConfigError(f"--lora-{error}") from error
-    except ValueError as error:
-        raise ConfigError(f"--weights {config.weights}: {error}") from error
 
 
 def make_learning_rate(config: TrainConfig) -> optax.Schedule:
@@ -216,34 +195,46 @@ def make_learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def make_drawer(
-    velocity_fn, image_shape: tuple[int, ...], num_steps: int, shift: float, guidance: float, seed: int, mesh: Mesh
+    velocity_fn,
+    decoder: Decoder,
+    latent_shape: tuple[int, ...],
+    num_steps: int,
+    shift: float,
+    guidance: float,
+    seed: int,
+    mesh: Mesh,
 ) -> Callable:
-    """The evaluation sampler: compiled (params, tokens [B, L], indices [B]) -> samples [B, ...], by Euler steps (ODE).
+    """The evaluation sampler: (params, prompts, rows [B], indices [B]) -> images [B, H, W, C], by Euler steps (ODE).
 
-    Sample b starts from the noise of (seed, indices[b]), which is never that of a training sample. Every process gets
-    all samples.
+    `prompts` is the `PromptSource` whose `rows` are drawn. Sample b starts from the noise of (seed, indices[b]), which
+    is never that of a training sample. Every process gets all images, nominally in [-1, 1].
     """
     guided = with_guidance(velocity_fn, guidance)
 
-    def draw(params, tokens, indices):
+    def draw(params, decoder_params, condition, null_condition, indices):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(keys_for(seed, EVAL_KEYS), indices)
-        noise = jax.lax.with_sharding_constraint(initial_noise(keys, image_shape), by_sample(mesh))
-        sigmas = flow_sigmas(num_steps, shift)
-        return rollout(guided, params, noise, sigmas, keys, tokens, jnp.zeros_like(tokens), sampler=ODE()).samples
+        noise = jax.lax.with_sharding_constraint(initial_noise(keys, latent_shape), by_sample(mesh))
+        sigmas, cond = flow_sigmas(num_steps, shift), _both(condition, null_condition)
+        return decoder.apply(decoder_params, rollout(guided, params, noise, sigmas, keys, *cond, sampler=ODE()).samples)
 
     compiled = jax.jit(draw, out_shardings=replicated(mesh))
-    return lambda params, tokens, indices: compiled(
-        params, put(tokens, by_sample(mesh)), put(np.asarray(indices, np.int32), by_sample(mesh))
-    )
+
+    def drawer(params, prompts: PromptSource, rows: np.ndarray, indices: np.ndarray) -> jax.Array:
+        condition = put_rows(lambda places: prompts.read(rows[places]), len(rows), mesh)
+        null_condition = jax.tree.map(lambda array: put(array, replicated(mesh)), prompts.null)
+        indices = put(np.asarray(indices, np.int32), by_sample(mesh))
+        return compiled(params, decoder.params, condition, null_condition, indices)
+
+    return drawer
 
 
-def to_images(samples: jax.Array) -> np.ndarray:
-    """Samples [B, H, W, 1 or 3] in [-1, 1] as images float32 [B, H, W, 3] in [0, 1]; what is not finite stays so."""
-    images = np.clip((np.asarray(samples, np.float32) + 1.0) / 2.0, 0.0, 1.0)
+def to_images(images: jax.Array) -> np.ndarray:
+    """Images [B, H, W, 1 or 3] in [-1, 1] as float32 [B, H, W, 3] in [0, 1]; what is not finite stays so."""
+    images = np.clip((np.asarray(images, np.float32) + 1.0) / 2.0, 0.0, 1.0)
     return np.broadcast_to(images, (*images.shape[:-1], 3))
 
 
-def _mesh(config: TrainConfig, devices: Sequence[jax.Device] | None) -> Mesh:
+def _mesh(config: TrainConfig, devices: Sequence[jax.Device] | None, trains: bool) -> Mesh:
     """The mesh of the settings, after the checks that need to know the devices."""
     try:
         mesh = make_mesh(config.data, config.fsdp, config.tensor, devices)
@@ -252,7 +243,7 @@ def _mesh(config: TrainConfig, devices: Sequence[jax.Device] | None) -> Mesh:
     shards = batch_shards(mesh)
     for field in ("batch_size", "micro_batch_size"):
         size = getattr(config, field)
-        if size % shards:
+        if trains and size % shards:
             raise ConfigError(f"{option(field)} {size}: must be a multiple of data x fsdp, which is {shards}")
     return mesh
 
@@ -261,14 +252,18 @@ def _create_state(optimizer, with_ema: bool, params) -> TrainState:
     return TrainState.create(jax.tree.map(jnp.copy, params), optimizer, with_ema)
 
 
-def _roll_out(config, velocity_fn, sampler, image_shape, mesh, params, reference, update, tokens):
+def _both(condition: Any, null_condition: Any) -> tuple[Any, Any]:
+    """The condition [B, ...] and, as often, the null one, given as [1, ...]."""
+    return condition, jax.tree.map(lambda null, full: jnp.broadcast_to(null, full.shape), null_condition, condition)
+
+
+def _roll_out(config, velocity_fn, sampler, latent_shape, mesh, params, reference, update, conditions):
     """One rollout; the reference's velocities come with it, since they don't change with the updates after it."""
     noise_keys, keys = sample_keys(config, update)
-    noise = initial_noise(noise_keys, image_shape, jnp.dtype(config.storage_dtype))
+    noise = initial_noise(noise_keys, latent_shape, jnp.dtype(config.storage_dtype))
     noise = jax.lax.with_sharding_constraint(noise, by_sample(mesh))
     sigmas = flow_sigmas(config.num_steps, config.shift)
-    null_tokens = jnp.zeros_like(tokens)
-    cond = (tokens, null_tokens)
+    cond = _both(*conditions)
     trajectory = rollout(velocity_fn, params, noise, sigmas, keys, *cond, sampler=sampler, keep_velocities=True)
     transitions = trajectory.transitions(config.num_train_steps, window_start(config, update))
     reference_velocities = None
@@ -296,7 +291,7 @@ def _update(
     frozen,
     transitions: Transitions,
     advantages: jax.Array,
-    tokens: jax.Array,
+    conditions: tuple[Any, Any],
     plan: BackwardPlan,
     reference_velocities,
     use_cached: bool,
@@ -306,8 +301,7 @@ def _update(
         state.params,
         transitions,
         advantages,
-        tokens,
-        jnp.zeros_like(tokens),
+        *_both(*conditions),
         objective=objective,
         plan=plan,
         reference_velocities=reference_velocities,

@@ -92,12 +92,12 @@ class ModelFlops:
 
 def model_flops(experiment: Experiment) -> ModelFlops:
     """Counts the experiment's model, traced on the shapes of a training batch."""
-    config, task = experiment.config, experiment.task
-    velocity_fn = with_guidance(experiment.velocity_fn, config.guidance)
+    config, pipeline = experiment.config, experiment.pipeline
+    velocity_fn = with_guidance(pipeline.velocity_fn, config.guidance)
     batch = config.batch_size
-    latents = jax.ShapeDtypeStruct((batch, *task.image_shape), jnp.float32)
+    latents = jax.ShapeDtypeStruct((batch, *pipeline.latent_shape), jnp.float32)
     sigma = jax.ShapeDtypeStruct((batch,), jnp.float32)
-    tokens = jax.ShapeDtypeStruct((batch, task.prompt_length), jnp.int32)
+    condition, _ = condition_shapes(experiment)
     trained = experiment.initial_trained
 
     def evaluate(trained, *inputs):
@@ -108,12 +108,19 @@ def model_flops(experiment: Experiment) -> ModelFlops:
         # does, and repeats nothing where the backward pass would recompute activations
         return jax.jvp(lambda p: evaluate(p, *inputs), (trained,), (tangents,))
 
-    inputs = (latents, sigma, tokens, tokens)
+    inputs = (latents, sigma, condition, condition)
     return ModelFlops(
         forward=count_flops(evaluate, trained, *inputs),
         linearised=count_flops(linearise, trained, trained, *inputs),
         num_steps=config.num_steps + (0 if config.kl == "none" else config.num_train_steps),
     )
+
+
+def condition_shapes(experiment: Experiment) -> tuple[Any, Any]:
+    """What `Experiment.conditions` returns, as `jax.ShapeDtypeStruct`s; reads no prompt."""
+    batch, null = experiment.config.batch_size, experiment.null_condition
+    condition = jax.tree.map(lambda array: jax.ShapeDtypeStruct((batch, *array.shape[1:]), array.dtype), null)
+    return condition, null
 
 
 def _product_flops(equation: Any) -> int:

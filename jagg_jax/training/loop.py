@@ -84,7 +84,7 @@ def train(config: TrainConfig, preset: str) -> Path:
     if jax.process_count() > 1 and not config.run_dir:
         raise ConfigError("--run-dir: several processes share one folder; name it, the same for all of them")
     experiment = build_experiment(config)
-    held_out = experiment.task.prompts("eval")[: config.eval_prompts]
+    held_out = experiment.pipeline.eval_prompts.first(config.eval_prompts)
     evaluator = make_evaluator(experiment, held_out, config.eval_rewards)
     rewards = load_rewards(experiment, tuple(config.rewards), "rewards")
     state, start = experiment.initial_state(), None
@@ -139,9 +139,9 @@ class _Run:
     def train(self, state: TrainState, start: int) -> None:
         """Updates `start` + 1 to the last one, then the report."""
         config = self.config
-        if self.writer and self.experiment.num_adapted:
+        if self.writer and self.experiment.pipeline.num_adapted:
             trained, frozen = map(count_parameters, (self.experiment.initial_trained, self.experiment.frozen))
-            matrices = f"{self.experiment.num_adapted} matrices adapted"
+            matrices = f"{self.experiment.pipeline.num_adapted} matrices adapted"
             print(f"LoRA: {matrices}, {trained:,} parameters trained, {frozen:,} frozen", file=sys.stderr)
         if start == 0:
             self._log(0, self._evaluate(state, 0, draw_grid=True))
@@ -172,17 +172,16 @@ class _Run:
         """Rollout, rewards, advantages and `updates_per_rollout` optimiser updates; returns the metrics to log."""
         config, experiment = self.config, self.experiment
         started = time.perf_counter()
-        prompts = experiment.prompts(update)
-        tokens = experiment.on_mesh(experiment.task.encode(prompts))
+        conditions = experiment.conditions(update)
         reference = experiment.initial_params if config.kl != "none" else None
         samples, transitions, reference_velocities = experiment.roll_out(
-            experiment.whole(state.params), reference, np.int32(update), tokens
+            experiment.whole(state.params), reference, np.int32(update), conditions
         )
-        rows, local_samples = local_rows(samples)
-        images = to_images(local_samples)
+        rows, local_images = local_rows(experiment.images(samples))
+        images = to_images(local_images)
         rolled_out = time.perf_counter()
 
-        rewards, reward_metrics = self._score(images, rows, prompts)
+        rewards, reward_metrics = self._score(images, rows, experiment.prompts(update))
         advantages, zero_std, unbalanced = experiment.advantages(rewards, transitions, reference_velocities)
         check_advantage_sum(float(unbalanced), config.num_generations, update)
         scored = time.perf_counter()
@@ -192,7 +191,7 @@ class _Run:
             plan = experiment.plan(update, inner)
             # the rollout's velocities hold for its own parameters only: the first update after it
             state, metrics = experiment.update(
-                state, experiment.frozen, transitions, advantages, tokens, plan, reference_velocities, inner == 0
+                state, experiment.frozen, transitions, advantages, conditions, plan, reference_velocities, inner == 0
             )
             history.append(jax.device_get(metrics))
             plans.append(plan)
@@ -252,7 +251,7 @@ class _Run:
             return
         path = self.run_dir / "samples" / f"{update:06d}.png"
         path.parent.mkdir(exist_ok=True)
-        prompts = self.evaluator.prompts[:GRID]
+        prompts = self.evaluator.prompts.texts[:GRID]
         sample_grid(images[:GRID], captions(prompts, {k: v[:GRID] for k, v in scores.items()}), path)
 
     def _stop_if_stuck(self, state: TrainState, update: int) -> None:
@@ -275,7 +274,7 @@ class _Run:
         before = self.evaluator.images(self.experiment.initial_params, GRID)
         after = self.evaluator.images(self.experiment.evaluated_params(state), GRID)
         if self.writer:
-            write_report(self.run_dir, before, after, self.evaluator.prompts[:GRID])
+            write_report(self.run_dir, before, after, self.evaluator.prompts.texts[:GRID])
 
 
 def _due(update: int, every: int) -> bool:

@@ -21,10 +21,12 @@ from flax import nnx
 
 from jagg_jax.models import DiT, Params, VelocityFn, as_function, count_parameters, model_metadata, save_weights
 from jagg_jax.prompts import Task, get_task
+from jagg_jax.prompts.source import PromptSource
 from jagg_jax.rewards import make_rewards
 from jagg_jax.training.errors import TrainingError
 from jagg_jax.training.evaluate import Evaluator, summarise
 from jagg_jax.training.experiment import make_drawer
+from jagg_jax.training.pipeline import PIXELS
 from jagg_jax.training.pretrain_config import PretrainConfig, model_config, validate
 from jagg_jax.training.progress import Progress
 from jagg_jax.training.sharding import make_mesh
@@ -91,12 +93,10 @@ def draw_batch(task: Task, config: PretrainConfig, index: int) -> tuple[np.ndarr
 
 def held_out_scores(velocity_fn: VelocityFn, params: Params, task: Task, config: PretrainConfig) -> dict[str, float]:
     """Mean `EVAL_REWARDS` over held-out prompts, drawn without guidance from the noise that evaluations use."""
-    prompts = task.prompts("eval")[: config.eval_prompts]
     mesh = make_mesh(devices=jax.local_devices()[:1])
     evaluator = Evaluator(
-        prompts=prompts,
-        tokens=task.encode(prompts),
-        draw=make_drawer(velocity_fn, task.image_shape, config.eval_steps, shift=1.0, guidance=1.0, seed=0, mesh=mesh),
+        prompts=PromptSource.of_task(task, task.prompts("eval")[: config.eval_prompts]),
+        draw=make_drawer(velocity_fn, PIXELS, task.image_shape, config.eval_steps, 1.0, 1.0, 0, mesh),
         shards=1,
         rewards=make_rewards(EVAL_REWARDS, task.alphabet),
     )

@@ -6,7 +6,7 @@ over `fsdp` by size and over `tensor` by the model's own rules. One device is th
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -155,6 +155,25 @@ def state_shardings(state: Any, mesh: Mesh, tensor_rules: Mapping[str, int], min
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """A host array that every process holds, placed on the mesh; each device receives its own part only."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def put_rows(read: Callable[[np.ndarray], Any], total: int, mesh: Mesh) -> Any:
+    """A batch of `total` rows, split by sample, of which every process reads its own rows only.
+
+    Args:
+      read: rows, int [R], increasing -> pytree of arrays [R, ...].
+      total: rows in all.
+      mesh: from `make_mesh`.
+    """
+    sharding, places = by_sample(mesh), np.arange(total)
+    parts = sharding.addressable_devices_indices_map((total,)).values()
+    rows = np.unique(np.concatenate([places[part] for part in parts]))
+
+    def place(leaf: np.ndarray) -> jax.Array:
+        shape = (total, *leaf.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, lambda i: leaf[np.searchsorted(rows, places[i[0]])])
+
+    return jax.tree.map(place, read(rows))
 
 
 def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:

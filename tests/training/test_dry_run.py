@@ -63,7 +63,7 @@ def test_what_is_recomputed(tiny, changes, first, later):
     config = TrainConfig(**tiny | {"updates_per_rollout": 3, **changes})
     experiment = build_experiment(config)
     numbers, counted = geometry(experiment), flops(experiment, trace(experiment))
-    weighting = 2 * 4 * 2 * 16 * math.prod(experiment.task.image_shape)
+    weighting = 2 * 4 * 2 * 16 * math.prod(experiment.pipeline.latent_shape)
     for update, (least, most) in (("first update", first), ("later update", later)):
         again = counted[f"{update} with what it recomputes"] - counted[update] - weighting
         assert least <= again / (2 * counted["one forward pass of the batch"]) <= most

@@ -122,9 +122,9 @@ def test_the_packaged_model_against_its_formula(scan_layers, remat):
 def test_an_experiments_model(tiny):
     experiment = build_experiment(TrainConfig(**tiny | {"guidance": 2.0, "kl": "v", "kl_weight": 0.1}))
     flops = model_flops(experiment)
-    batch, tokens = 16, experiment.task.encode(experiment.prompts(1))
-    inputs = (np.zeros((batch, *experiment.task.image_shape), np.float32), np.ones(batch, np.float32), tokens)
-    once = count_flops(experiment.velocity_fn, experiment.initial_params, *inputs)
+    batch, tokens = 16, experiment.conditions(1)[0]
+    inputs = (np.zeros((batch, *experiment.pipeline.latent_shape), np.float32), np.ones(batch, np.float32), tokens)
+    once = count_flops(experiment.pipeline.velocity_fn, experiment.initial_params, *inputs)
     # guidance: everything twice but what does not depend on the prompt
     assert 1.8 * once < flops.forward < 2 * once
     # five steps, and the reference's velocities at the four trained ones

@@ -59,19 +59,21 @@ def test_a_run_leaves_everything_a_user_expects(tiny, tmp_path):
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward_mean")] == [1, 2, 3, 4]
     assert "trained_steps" not in events.Tags()["scalars"]
-    assert lines[1]["compilations"] > lines[2]["compilations"] - lines[1]["compilations"]
-    assert lines[2]["compilations"] == lines[4]["compilations"]
+    # the first update compiles its programs, the first save and the next one what Orbax needs, then nothing is left
+    assert 0 < lines[1]["compilations"] <= lines[2]["compilations"] == lines[4]["compilations"]
 
 
 def test_programs_compile_once(tiny):
     experiment = build_experiment(TrainConfig(**tiny, plan="subset", subset_steps=2))
     state = experiment.initial_state()
     for update in (1, 2, 3):
-        tokens = experiment.on_mesh(experiment.task.encode(experiment.prompts(update)))
-        _, transitions, reference = experiment.roll_out(experiment.whole(state.params), None, np.int32(update), tokens)
+        conditions = experiment.conditions(update)
+        params = experiment.whole(state.params)
+        _, transitions, reference = experiment.roll_out(params, None, np.int32(update), conditions)
         advantages, *_ = experiment.advantages(np.linspace(-1, 1, 16, dtype=np.float32), transitions, reference)
         plan = experiment.plan(update)
-        state, _ = experiment.update(state, experiment.frozen, transitions, advantages, tokens, plan, reference, True)
+        arguments = (experiment.frozen, transitions, advantages, conditions, plan, reference, True)
+        state, _ = experiment.update(state, *arguments)
     assert experiment.roll_out._cache_size() == 1
     assert experiment.update._cache_size() == 1
 
@@ -109,18 +111,18 @@ def test_later_updates_on_a_rollout_recompute(tiny, tmp_path):
 
 def test_prompts_cover_an_epoch_before_they_repeat(tiny):
     experiment = build_experiment(TrainConfig(**tiny))
-    pool = experiment.task.prompts("train")
+    pool = experiment.pipeline.train_prompts.texts
     per_update = 4
     epoch = [prompt for update in range(1, len(pool) // per_update + 1) for prompt in experiment.prompts(update)[::4]]
     assert sorted(epoch) == sorted(pool)
     assert experiment.prompts(1)[:4] == [experiment.prompts(1)[0]] * 4
-    assert not set(pool) & set(experiment.task.prompts("eval"))
+    assert not set(pool) & set(experiment.pipeline.eval_prompts.texts)
 
 
 def test_evaluation_noise_is_fixed_by_the_prompts_place(tiny):
     experiment = build_experiment(TrainConfig(**tiny))
-    held_out = experiment.task.prompts("eval")
-    few, more = (make_evaluator(experiment, held_out[:n], ("jpeg_compressibility",)) for n in (3, 11))
+    held_out = experiment.pipeline.eval_prompts
+    few, more = (make_evaluator(experiment, held_out.first(n), ("jpeg_compressibility",)) for n in (3, 11))
     np.testing.assert_allclose(
         few.images(experiment.initial_params), more.images(experiment.initial_params, 3), atol=1e-5
     )
@@ -146,9 +148,10 @@ def test_a_diverged_run_stops_with_its_last_good_checkpoint(tiny, tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in final_state(config, tmp_path / "run"))
 
 
-def test_evaluate_and_sample_commands(tiny, tmp_path):
-    run_dir = train(TrainConfig(**tiny | {"updates": 1}, run_dir=str(tmp_path / "run")), "quickstart")
-    environment = os.environ | {"COLUMNS": "120"}
+def test_evaluate_and_sample_commands_on_other_devices_than_the_run_had(tiny, tmp_path):
+    settings = tiny | {"updates": 1, "data": 4, "fsdp": 2, "fsdp_min_size": 1}
+    run_dir = train(TrainConfig(**settings, run_dir=str(tmp_path / "run")), "quickstart")
+    environment = os.environ | {"COLUMNS": "120", "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
     arguments = [sys.executable, str(ROOT / "train.py")]
     evaluation = [
         *arguments,

@@ -66,9 +66,9 @@ def test_the_reference_is_the_base_with_adapters_off(settings, run):
     base = load_model(settings["weights"])
     inputs = (np.ones((2, 16, 48, 1), np.float32), np.array([0.3, 0.9], np.float32), np.ones((2, 3), np.int32))
     frozen = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), base.params)
-    off = experiment.velocity_fn(experiment.initial_params, *inputs)
+    off = experiment.pipeline.velocity_fn(experiment.initial_params, *inputs)
     np.testing.assert_allclose(off, base.velocity_fn(frozen, *inputs), rtol=1e-4, atol=1e-6)
-    on = experiment.velocity_fn(experiment.whole(state.params), *inputs)
+    on = experiment.pipeline.velocity_fn(experiment.whole(state.params), *inputs)
     assert np.abs(np.asarray(on - off)).max() > 1e-4
     lines = read_metrics(run)
     assert lines[1]["kl"] == 0.0, "before the first update the model is its own reference"
@@ -127,12 +127,12 @@ def test_adapters_train_alike_on_every_mesh(settings):
         changes = {"data": data, "fsdp": fsdp, "tensor": tensor, "fsdp_min_size": 1, "learning_rate": 1e-2}
         experiment = build_experiment(TrainConfig(**settings | changes), jax.devices()[: data * fsdp * tensor])
         state = experiment.initial_state()
-        tokens = experiment.on_mesh(experiment.task.encode(experiment.prompts(1)))
+        conditions = experiment.conditions(1)
         params = experiment.whole(state.params)
-        _, transitions, reference = experiment.roll_out(params, experiment.initial_params, np.int32(1), tokens)
+        _, transitions, reference = experiment.roll_out(params, experiment.initial_params, np.int32(1), conditions)
         rewards = np.sin(np.arange(16)).astype(np.float32)
         advantages, *_ = experiment.advantages(rewards, transitions, reference)
-        arguments = (experiment.frozen, transitions, advantages, tokens, experiment.plan(1), reference, True)
+        arguments = (experiment.frozen, transitions, advantages, conditions, experiment.plan(1), reference, True)
         state, _ = experiment.update(state, *arguments)
         gradients.append(jax.device_get(state.opt_state[1][0].mu))
     flat = [np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)]) for gradient in gradients]

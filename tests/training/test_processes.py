@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from commands import command_line
 
 from jagg_jax.training.checkpoint import Checkpoints
@@ -85,6 +86,39 @@ def test_two_processes_train_as_one_does_and_stop_together(tiny, tmp_path):
         [line["reward_mean"] for line in read_metrics(whole)[1:shared]],
         rtol=1e-3,
     )
+
+
+@pytest.mark.parametrize("plan", ["exact", "hat", "subset"])
+def test_tasks_of_a_slurm_step_find_each_other_and_train_by_every_plan(tiny, tmp_path, plan):
+    """Two processes with the variables that SLURM sets; the plans that the other test of two processes leaves out."""
+    settings = tiny | {"data": 2, "updates": 2, "plan": plan, "steps_per_group": 3, "subset_steps": 2}
+    settings |= {"eval_every": 0, "sample_every": 0}
+    whole, pair_dir = tmp_path / "whole", tmp_path / "pair"
+    subprocess.run(command_line(settings, whole), check=True, capture_output=True, env=environment(2))
+    port = str(free_port())
+    step = {"SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    step |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_COORDINATOR_PORT": port}
+    pair = [
+        subprocess.Popen(
+            [*command_line(settings, pair_dir), "--distributed", "auto"],
+            env=environment(1) | step | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for status, errors in finish(pair):
+        assert status == 0, errors
+    compare(pair_dir, whole)
+
+
+def test_auto_without_other_processes_is_an_error_before_anything_is_written(tiny, tmp_path):
+    alone = {name: value for name, value in environment(1).items() if not name.startswith(("SLURM", "OMPI", "TPU"))}
+    command = [*command_line(tiny, tmp_path / "run"), "--distributed", "auto"]
+    failed = subprocess.run(command, capture_output=True, text=True, env=alone)
+    assert failed.returncode == 2
+    assert "--distributed auto: finds no other processes" in failed.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_several_processes_need_the_folders_name(tiny):
