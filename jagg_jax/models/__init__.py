@@ -1,5 +1,6 @@
 """Flax modules, pure functions made of them, and their weights on disk."""
 
+from jagg_jax.models.diffusers_io import load_sd3, load_vae_decoder, save_lora, save_sd3
 from jagg_jax.models.dit import TENSOR_RULES, DiT, DiTConfig
 from jagg_jax.models.functional import Params, VelocityFn, as_function, count_parameters
 from jagg_jax.models.lora import AdapterError, Adapters, merge_params, split_adapters
@@ -34,10 +35,14 @@ __all__ = [
     "as_function",
     "count_parameters",
     "load_model",
+    "load_sd3",
+    "load_vae_decoder",
     "load_weights",
     "merge_params",
     "model_metadata",
     "read_metadata",
+    "save_lora",
+    "save_sd3",
     "save_weights",
     "split_adapters",
     "tiled_decode",

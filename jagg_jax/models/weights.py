@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from jagg_jax.models.functional import Params, VelocityFn, as_function
 from jagg_jax.models.layers import Remat
 from jagg_jax.models.lora import Adapters, add_adapters, count_adapted, merge_params, split_adapters
 
+# Puts a tensor, given its dotted name, on devices; of a `jax.ShapeDtypeStruct` it makes one with a sharding.
+Place = Callable[[str, np.ndarray], jax.Array]
 MAX_NAMES = 5  # names listed for each kind of fault in an error
 
 
@@ -47,9 +50,9 @@ def save_weights(path: str | os.PathLike, params: Any, metadata: Mapping[str, st
     """
     wrong = [key for key, value in metadata.items() if not isinstance(value, str)]
     if wrong:
-        raise ValueError(f"metadata {_listed(wrong)}: values must be strings")
+        raise ValueError(f"metadata {listed_names(wrong)}: values must be strings")
     tensors = {name: np.asarray(array, order="C") for name, array in flatten(params).items()}
-    _refuse(path, {"not finite": _non_finite(tensors)})
+    refuse(path, {"not finite": non_finite(tensors)})
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -66,9 +69,7 @@ def save_weights(path: str | os.PathLike, params: Any, metadata: Mapping[str, st
         raise
 
 
-def load_weights(
-    path: str | os.PathLike, like: Any, place: Callable[[str, np.ndarray], jax.Array] | None = None
-) -> Any:
+def load_weights(path: str | os.PathLike, like: Any, place: Place | None = None) -> Any:
     """Reads the tensors of `path` into the tree of `like`.
 
     Args:
@@ -96,9 +97,9 @@ def load_weights(
             for name in shared
             if tensors[name].dtype != expected[name].dtype
         ],
-        "not finite": _non_finite(tensors),
+        "not finite": non_finite(tensors),
     }
-    _refuse(path, faults)
+    refuse(path, faults)
     place = place or (lambda _, tensor: jnp.asarray(tensor))
     return jax.tree.unflatten(jax.tree.structure(like), [place(name, tensors[name]) for name in expected])
 
@@ -122,7 +123,7 @@ def load_model(
     adapters: Adapters | None = None,
     adapter_key: jax.Array | None = None,
     frozen_dtype: jnp.dtype = jnp.bfloat16,
-    place: Callable[[str, np.ndarray], jax.Array] | None = None,
+    place: Place | None = None,
 ) -> LoadedModel:
     """Rebuilds a `DiT` from a weights file alone.
 
@@ -146,26 +147,63 @@ def load_model(
         config = DiTConfig(**{**json.loads(metadata["model"]), **overrides})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: its model configuration is not valid: {error}") from error
-    key = jax.random.key(0) if adapter_key is None else adapter_key
+    velocity_fn, params, num_adapted = assemble(
+        lambda rngs: DiT(config, rngs=rngs),
+        partial(load_weights, path),
+        adapters=adapters,
+        adapter_key=adapter_key,
+        frozen_dtype=frozen_dtype,
+        place=place,
+    )
+    return LoadedModel(config, metadata["task"], velocity_fn, params, num_adapted)
 
-    def build(key: jax.Array) -> DiT:
-        module = DiT(config, rngs=nnx.Rngs(key))
+
+def assemble(
+    create: Callable[[nnx.Rngs], nnx.Module],
+    read: Callable[[Any, Place], Any],
+    *,
+    adapters: Adapters | None = None,
+    adapter_key: jax.Array | None = None,
+    frozen_dtype: jnp.dtype = jnp.bfloat16,
+    place: Place | None = None,
+    abstract: bool = False,
+) -> tuple[VelocityFn, Params, int]:
+    """A model as a function, with weights that are read and adapters, if any, that are drawn.
+
+    Args:
+      create: makes the module; only its shapes are used.
+      read: (tree of `jax.ShapeDtypeStruct`s, place) -> the same tree, every leaf what `place` returned.
+      adapters, adapter_key, frozen_dtype, place: as `load_model`.
+      abstract: places the adapters' `jax.ShapeDtypeStruct`s and draws nothing.
+    Returns: velocity_fn, its parameters, and how many matrices have an adapter.
+    Raises:
+      AdapterError: adapters that do not fit the model; nothing has been read.
+    """
+    key = jax.random.key(0) if adapter_key is None else adapter_key
+    place = place or (lambda _, tensor: tensor if isinstance(tensor, jax.ShapeDtypeStruct) else jnp.asarray(tensor))
+
+    def build(key: jax.Array) -> nnx.Module:
+        module = create(nnx.Rngs(key))
         if adapters is not None:
             add_adapters(module, adapters, nnx.Rngs(jax.random.fold_in(key, 1)))
         return module
 
     # Abstract: the random initial weights would be thrown away.
     velocity_fn, like = as_function(nnx.eval_shape(build, key))
-    like, adapters_like = split_adapters(like)
+    like, drawn = split_adapters(like)
     if adapters is None:
-        return LoadedModel(config, metadata["task"], velocity_fn, load_weights(path, like, place))
-    place = place or (lambda _, tensor: jnp.asarray(tensor))
-    frozen = load_weights(path, like, lambda name, tensor: place(name, tensor.astype(frozen_dtype)))
-    # compiled, so that only the adapters are drawn
-    drawn = jax.jit(lambda key: split_adapters(as_function(build(key))[1])[1])(key)
-    placed = [place(name, np.asarray(array)) for name, array in flatten(drawn).items()]
-    trained = jax.tree.unflatten(jax.tree.structure(adapters_like), placed)
-    return LoadedModel(config, metadata["task"], velocity_fn, merge_params(frozen, trained), count_adapted(trained))
+        return velocity_fn, read(like, place), 0
+    frozen = read(like, lambda name, tensor: place(name, _cast(tensor, frozen_dtype)))
+    structure = jax.tree.structure(drawn)
+    if not abstract:
+        # compiled, so that only the adapters are drawn
+        drawn = jax.device_get(jax.jit(lambda key: split_adapters(as_function(build(key))[1])[1])(key))
+    trained = jax.tree.unflatten(structure, [place(name, array) for name, array in flatten(drawn).items()])
+    return velocity_fn, merge_params(frozen, trained), count_adapted(trained)
+
+
+def _cast(tensor: np.ndarray | jax.ShapeDtypeStruct, dtype: jnp.dtype) -> np.ndarray | jax.ShapeDtypeStruct:
+    return tensor.update(dtype=dtype) if isinstance(tensor, jax.ShapeDtypeStruct) else tensor.astype(dtype)
 
 
 def _read(path: str | os.PathLike, with_tensors: bool = True) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -182,19 +220,19 @@ def _read(path: str | os.PathLike, with_tensors: bool = True) -> tuple[dict[str,
         ) from error
 
 
-def _non_finite(tensors: Mapping[str, np.ndarray]) -> list[str]:
+def non_finite(tensors: Mapping[str, np.ndarray]) -> list[str]:
     """Names of the tensors that hold NaN or infinity."""
     return [name for name, array in tensors.items() if not np.isfinite(array).all()]
 
 
-def _refuse(path: str | os.PathLike, faults: Mapping[str, list[str]]) -> None:
+def refuse(path: str | os.PathLike, faults: Mapping[str, list[str]]) -> None:
     """Raises one ValueError that lists every fault, if there is any."""
-    listed = [f"{kind}: {_listed(names)}" for kind, names in faults.items() if names]
+    listed = [f"{kind}: {listed_names(names)}" for kind, names in faults.items() if names]
     if listed:
         raise ValueError(f"{path}: these tensors do not fit: " + "; ".join(listed))
 
 
-def _listed(names: list[str]) -> str:
+def listed_names(names: list[str]) -> str:
     """The first few names and the number of the others."""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
