@@ -102,6 +102,33 @@ def finite_samples(transitions: Transitions, reference_velocities: jax.Array | N
     return reduce(jnp.logical_and, checks)
 
 
+def split_batch(x: jax.Array, axis: int, num_parts: int) -> jax.Array:
+    """Cuts the batch axis into `num_parts` along a new leading axis; sample i goes to part i % num_parts.
+
+    Strided, not in blocks: when the batch is sharded over devices in blocks, every part then has samples on each.
+    """
+    shape = (*x.shape[:axis], x.shape[axis] // num_parts, num_parts, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
+
+
+def in_micro_batches(velocity_fn, num_parts: int):
+    """The same velocity function, evaluated on one part of the batch after the other, which takes less memory.
+
+    Args:
+      velocity_fn: `velocity_fn(params, latents [B, ...], sigma [B], *cond) -> velocity [B, ...]`.
+      num_parts: how many parts; must divide B. 1 is `velocity_fn` itself.
+    """
+    if num_parts == 1:
+        return velocity_fn
+
+    def in_parts(params, *inputs):
+        parts = jax.tree.map(lambda x: split_batch(x, 0, num_parts), inputs)
+        velocities = jax.lax.map(lambda part: velocity_fn(params, *part), parts)
+        return jnp.moveaxis(velocities, 0, 1).reshape(-1, *velocities.shape[2:])
+
+    return in_parts
+
+
 def initial_noise(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """One standard normal sample a key, [B, *shape]: a sample depends on its own key alone, not on its place."""
     return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys).astype(dtype)

@@ -12,7 +12,7 @@ from jagg_jax.backward import anchored_vjp
 from jagg_jax.flow import Sampler
 from jagg_jax.grpo import grpo_loss, kl_to_reference, ratio_quantiles
 from jagg_jax.plans import BackwardPlan
-from jagg_jax.rollout import Transitions, finite_samples, step_log_probs
+from jagg_jax.rollout import Transitions, finite_samples, split_batch, step_log_probs
 
 
 @partial(
@@ -245,14 +245,8 @@ def _log_prob_changes(sampler: Sampler, velocities: jax.Array, transitions: Tran
 
 
 def _split_batch(transitions, reference_velocities, advantages, counts, cond, num_parts: int):
-    """Cuts the batch into `num_parts` along a new leading axis; sample i goes to part i % num_parts.
-
-    Strided, not in blocks: when the batch is sharded over devices in blocks, every part then has samples on each.
-    """
-
-    def split(x, axis: int):
-        shape = (*x.shape[:axis], x.shape[axis] // num_parts, num_parts, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
+    """All of them cut by `split_batch`."""
+    split = partial(split_batch, num_parts=num_parts)
 
     def repeat(x):
         return jnp.broadcast_to(x, (num_parts, *x.shape))

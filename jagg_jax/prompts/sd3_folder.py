@@ -66,7 +66,7 @@ def encoders_digest(model: str | os.PathLike) -> str:
     entries = []
     for part, folder in encoder_folders(model).items():
         names = {path.name for pattern in _READ for path in folder.glob(pattern) if ".fp16" not in path.name}
-        entries += [[part, name, (folder / name).stat().st_size, _sampled_sha256(folder / name)] for name in names]
+        entries += [[part, name, (folder / name).stat().st_size, sampled_sha256(folder / name)] for name in names]
     return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()
 
 
@@ -99,7 +99,8 @@ def _class_name(index: dict, part: str) -> str | None:
     return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
 
 
-def _sampled_sha256(path: Path) -> str:
+def sampled_sha256(path: Path) -> str:
+    """SHA-256 of a file; of one above 64 MiB, that of 64 samples of 1 MiB, evenly spaced."""
     size = path.stat().st_size
     if size <= WHOLE_LIMIT:
         return file_sha256(path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jagg_jax.prompts.cache import PromptCache
 from jagg_jax.prompts.task import Task
 
 
@@ -36,3 +37,8 @@ class PromptSource:
         """
         tokens = task.encode(texts)
         return cls(tuple(texts), lambda rows: tokens[rows], np.zeros((1, task.prompt_length), np.int32))
+
+    @classmethod
+    def of_cache(cls, cache: PromptCache, start: int = 0, stop: int | None = None) -> "PromptSource":
+        """The prompts `start` to `stop` of a cache, as text embeddings, which are read from disk when asked for."""
+        return cls(tuple(cache.prompts[start:stop]), lambda rows: cache.rows(start + np.asarray(rows)), cache.negative)

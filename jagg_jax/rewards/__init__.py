@@ -24,19 +24,19 @@ class RewardSet:
     Attributes:
         names: the rewards asked for, in that order.
         scorers: the scorers that give them.
-        alphabet: the characters that prompts may have.
+        alphabet: the characters that prompts may have; None for any.
     """
 
     names: tuple[str, ...]
     scorers: tuple[Scorer, ...]
-    alphabet: str
+    alphabet: str | None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str]) -> dict[str, np.ndarray]:
         """Score images.
 
         Args:
             images: float32 [B, H, W, 3], nominally in [0, 1]; clipped to it, as an 8-bit image would be.
-            prompts: B non-empty strings over the alphabet.
+            prompts: B strings, non-empty and over the alphabet where there is one.
 
         Returns:
             name -> float32 [B]; NaN for an image that is not finite everywhere.
@@ -58,12 +58,13 @@ class RewardSet:
         return scores
 
 
-def make_rewards(names: Sequence[str], alphabet: str, num_threads: int | None = None) -> RewardSet:
+def make_rewards(names: Sequence[str], alphabet: str | None, num_threads: int | None = None) -> RewardSet:
     """Load the scorers behind some rewards.
 
     Args:
         names: names out of `REWARDS`, each once.
-        alphabet: the characters that prompts may have, each once; a text reader reads these only.
+        alphabet: the characters that prompts may have, each once; a text reader reads these only. None for prompts
+            that may say anything, which text readers don't suit.
         num_threads: threads a scorer may use in one call; None leaves the choice to it.
 
     Raises:
@@ -83,11 +84,11 @@ def make_rewards(names: Sequence[str], alphabet: str, num_threads: int | None = 
     return RewardSet(tuple(names), tuple(scorer(alphabet, num_threads) for scorer in needed), alphabet)
 
 
-def _check_batch(images: np.ndarray, prompts: Sequence[str], alphabet: str) -> None:
+def _check_batch(images: np.ndarray, prompts: Sequence[str], alphabet: str | None) -> None:
     if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.float32:
         raise ValueError(f"images are {images.dtype} {images.shape}: give float32 [B, H, W, 3]")
     if len(prompts) != len(images):
         raise ValueError(f"{len(prompts)} prompts for {len(images)} images: give one a prompt")
     for prompt in prompts:
-        if not prompt or not set(prompt) <= set(alphabet):
+        if alphabet is not None and (not prompt or not set(prompt) <= set(alphabet)):
             raise ValueError(f"prompt {prompt!r}: give at least one character, all out of {alphabet}")

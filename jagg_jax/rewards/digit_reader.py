@@ -88,14 +88,15 @@ class DigitReaderScorer:
         "digit_reader_edit": "as ocr_edit, read slot by slot by a small network of our own; to be held out; digits only"
     }
 
-    def __init__(self, alphabet: str, num_threads: int | None = None):
+    def __init__(self, alphabet: str | None, num_threads: int | None = None):
         """Load the reader; JAX runs it, so num_threads has no effect.
 
         Raises:
             ValueError: the alphabet has other characters than digits, or the weights are missing or damaged.
         """
-        if not set(alphabet) <= set("0123456789"):
-            raise ValueError(f"digit_reader_edit reads digits only, not the alphabet {alphabet!r}: drop this reward")
+        if alphabet is None or not set(alphabet) <= set("0123456789"):
+            other = "any text" if alphabet is None else f"the alphabet {alphabet!r}"
+            raise ValueError(f"digit_reader_edit reads digits only, not {other}: drop this reward")
         self._reader = DigitReader()
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str]) -> dict[str, np.ndarray]:

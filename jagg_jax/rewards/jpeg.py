@@ -20,7 +20,7 @@ class JpegScorer:
         "jpeg_compressibility": "minus the kilobytes of the image as a JPEG file of quality 95"
     }
 
-    def __init__(self, alphabet: str, num_threads: int | None = None):
+    def __init__(self, alphabet: str | None, num_threads: int | None = None):
         """Do nothing: there is nothing to load, and any alphabet will do."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str]) -> dict[str, np.ndarray]:

@@ -55,7 +55,7 @@ PP_OCR_V5 = _Model(
 class TextReader:
     """A recognition model restricted to an alphabet."""
 
-    def __init__(self, model: _Model, alphabet: str, num_threads: int | None = None):
+    def __init__(self, model: _Model, alphabet: str | None, num_threads: int | None = None):
         """Load the model.
 
         Args:
@@ -64,8 +64,13 @@ class TextReader:
             num_threads: threads of one call; None leaves the choice to ONNX Runtime (the physical cores).
 
         Raises:
-            ValueError: the model's package is missing or another version, or the model does not know a character.
+            ValueError: no alphabet, the model's package is missing or another version, or the model does not know a
+                character.
         """
+        if alphabet is None:
+            raise ValueError(
+                "the text readers need prompts over a known alphabet, those of a task; choose other rewards"
+            )
         path = verified_package_file(model.package, model.weights, model.weights_sha256, model.requirement)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads or 0
@@ -100,7 +105,7 @@ class OcrScorer:
         "ocr_logprob": "PP-OCRv6's log-probability of the prompt a character, in nats, at least -10",
     }
 
-    def __init__(self, alphabet: str, num_threads: int | None = None):
+    def __init__(self, alphabet: str | None, num_threads: int | None = None):
         """Load PP-OCRv6 for an alphabet; see `TextReader`."""
         self._reader = TextReader(PP_OCR_V6, alphabet, num_threads)
 
@@ -118,7 +123,7 @@ class HeldOutOcrScorer:
 
     descriptions: ClassVar[dict[str, str]] = {"ocr_v5_edit": "as ocr_edit, read by PP-OCRv5 mobile; to be held out"}
 
-    def __init__(self, alphabet: str, num_threads: int | None = None):
+    def __init__(self, alphabet: str | None, num_threads: int | None = None):
         """Load PP-OCRv5 for an alphabet; see `TextReader`."""
         self._reader = TextReader(PP_OCR_V5, alphabet, num_threads)
 

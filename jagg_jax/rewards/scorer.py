@@ -14,8 +14,8 @@ class Scorer(Protocol):
 
     descriptions: ClassVar[dict[str, str]]  # reward name -> one line for the command line's help
 
-    def __init__(self, alphabet: str, num_threads: int | None = None):
-        """Load what is needed; raise a ValueError if it is missing or does not suit the alphabet."""
+    def __init__(self, alphabet: str | None, num_threads: int | None = None):
+        """Load what is needed; raise a ValueError if it is missing or does not suit the alphabet (None: any text)."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str]) -> dict[str, np.ndarray]:
         """Score finite images float32 [B, H, W, 3] in [0, 1] of B prompts: every reward's float32 [B]."""

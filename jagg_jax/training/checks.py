@@ -12,6 +12,7 @@ from jagg_jax.training.errors import ConfigError
 if TYPE_CHECKING:  # config offers these checks under its own name, so it can't be imported here
     from jagg_jax.training.config import TrainConfig
 
+CACHE_TASK = "prompt_cache"
 PACKAGED_WEIGHTS = Path(__file__).resolve().parent.parent / "models" / "weights"
 
 
@@ -27,18 +28,26 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def resolve_weights(weights: str) -> Path:
-    """The file that a `weights` setting names.
+    """The file, or the folder of a pipeline, that a `weights` setting names.
 
     Args:
-        weights: The path of a file, or the bare name of one in `jagg_jax/models/weights`.
+        weights: The path of one, or the bare name of one in `jagg_jax/models/weights`. A folder there has the sizes of
+            a published model and no weights, which is enough for a dry run.
 
     Raises:
-        ConfigError: If it's empty or no such file exists.
+        ConfigError: If it's empty, no such file exists, or a folder is no pipeline's.
     """
     packaged = sorted(path.stem for path in PACKAGED_WEIGHTS.glob("*.safetensors"))
-    offer = f"a .safetensors file or a packaged one ({', '.join(packaged) or 'none is installed'})"
+    offer = (
+        f"a .safetensors file, a pipeline's folder, or a packaged one ({', '.join(packaged) or 'none is installed'})"
+    )
     if not weights:
         raise ConfigError(f"--weights '': name the pre-trained model, {offer}")
+    for folder in (Path(weights), PACKAGED_WEIGHTS / weights):
+        if (folder / "model_index.json").is_file():
+            return folder
+    if Path(weights).is_dir():
+        raise ConfigError(f"--weights {weights}: has no model_index.json; name {offer}")
     bare = Path(weights).name == weights and not Path(weights).suffix
     path = PACKAGED_WEIGHTS / f"{weights}.safetensors" if bare else Path(weights)
     if not path.is_file():
@@ -90,8 +99,12 @@ def validate(config: "TrainConfig") -> None:
     _check_objective(config)
     _check_optimiser(config)
     _check_schedule_of_outputs(config)
-    _check_task_and_rewards(config)
-    resolve_weights(config.weights)
+    path = resolve_weights(config.weights)
+    if path.is_dir():
+        _check_pipeline(config, path)
+    else:
+        _check_task(config)
+    _check_rewards(config)
 
 
 def require(condition: bool, config: Any, field: str, fix: str) -> None:
@@ -198,16 +211,20 @@ def _check_optimiser(config: "TrainConfig") -> None:
 def _check_schedule_of_outputs(config: "TrainConfig") -> None:
     for field in ("eval_every", "sample_every", "checkpoint_every"):
         require(getattr(config, field) >= 0, config, field, "must not be negative; 0 is only after the last update")
-    for field in ("eval_prompts", "keep_checkpoints", "max_skipped_updates"):
+    for field in ("eval_prompts", "eval_batch_size", "keep_checkpoints", "max_skipped_updates"):
         require(getattr(config, field) >= 1, config, field, "must be at least 1")
     if config.reward_threads is not None:
         require(config.reward_threads >= 1, config, "reward_threads", "must be at least 1")
 
 
-def _check_task_and_rewards(config: "TrainConfig") -> None:
+def _check_task(config: "TrainConfig") -> None:
     from jagg_jax.prompts import TASKS
-    from jagg_jax.rewards import REWARDS
 
+    if config.task == CACHE_TASK:
+        raise ConfigError(f"--weights {config.weights}: --task {CACHE_TASK} needs the folder of a pipeline")
+    for field in ("prompt_cache", "eval_prompt_cache", "image_size"):
+        fix = f"goes with --task {CACHE_TASK} and the folder of a pipeline as --weights"
+        require(not getattr(config, field), config, field, fix)
     known = f"choose from {', '.join(TASKS)}{closest(config.task, TASKS)}"
     require(config.task in TASKS, config, "task", known)
     task = TASKS[config.task]
@@ -217,6 +234,39 @@ def _check_task_and_rewards(config: "TrainConfig") -> None:
     prompts = config.batch_size // config.num_generations
     fix = f"makes {prompts} prompts a rollout, task {config.task} has {trained}; lower it or raise --num-generations"
     require(prompts <= trained, config, "batch_size", fix)
+
+
+def _check_pipeline(config: "TrainConfig", folder: Path) -> None:
+    """Settings that go with the folder of a pipeline; the sizes that depend on its model are checked as it's loaded."""
+    from jagg_jax.prompts.cache import read_manifest
+
+    fix = f"--weights {config.weights} is a pipeline's folder: set --task {CACHE_TASK}"
+    require(config.task == CACHE_TASK, config, "task", fix)
+    require(config.image_size > 0, config, "image_size", "must be positive, e.g. 512")
+    if config.dry_run and not config.prompt_cache:
+        return
+    if folder.parent == PACKAGED_WEIGHTS:
+        fix = "holds the sizes of a model only, enough for --dry-run; name the folder of the pipeline to train"
+        raise ConfigError(f"--weights {config.weights}: {fix}")
+    require(bool(config.prompt_cache), config, "prompt_cache", "name a folder that encode_prompts wrote")
+    counts = {}
+    for field in ("prompt_cache", "eval_prompt_cache"):
+        if getattr(config, field):
+            try:
+                counts[field] = read_manifest(Path(getattr(config, field)))[0].num_prompts
+            except ValueError as error:
+                raise ConfigError(f"{option(field)} {error}") from error
+    held_out = counts.get("eval_prompt_cache", counts["prompt_cache"] - 1)
+    require(config.eval_prompts <= held_out, config, "eval_prompts", f"must be at most {held_out}, what the cache has")
+    trained = counts["prompt_cache"] - (0 if config.eval_prompt_cache else config.eval_prompts)
+    prompts = config.batch_size // config.num_generations
+    fix = f"makes {prompts} prompts a rollout, the cache has {trained} to train on; lower it or raise --num-generations"
+    require(prompts <= trained, config, "batch_size", fix)
+
+
+def _check_rewards(config: "TrainConfig") -> None:
+    from jagg_jax.rewards import REWARDS
+
     for field in ("rewards", "eval_rewards"):
         names = getattr(config, field)
         if not names:

@@ -20,6 +20,7 @@ DEFAULT_COMMAND = "quickstart"
 _STYLE = {"config": (tyro.conf.FlagCreatePairsOff,)}
 COMMANDS = configs.PRESETS | {
     "evaluate": "score a run's checkpoint on held-out prompts: --run-dir DIR",
+    "export": "write a run's weights for diffusers: --run-dir DIR --output FOLDER",
     "encode_prompts": "embed a prompt file for Stable Diffusion 3: --prompts FILE --model FOLDER --output CACHE",
     "sample": "draw prompts with a run's checkpoint: --run-dir DIR --prompt 427 --output x.png",
 }
@@ -77,6 +78,10 @@ def load_command(name: str) -> Command:
         if name == "evaluate":
             return Command(evaluate.EvaluateConfig(), evaluate.evaluate)
         return Command(evaluate.SampleConfig(), evaluate.sample)
+    if name == "export":
+        from jagg_jax.training.export import ExportConfig, export
+
+        return Command(ExportConfig(), export)
     if name == "encode_prompts":
         from jagg_jax.training.encode_prompts import EncodeConfig, encode_prompts
 

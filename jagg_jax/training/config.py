@@ -64,9 +64,16 @@ class TrainConfig:
     seed: int = 0
     """All randomness follows from this number and the update's index; 0 to 2**32 - 1."""
     task: str = "digits"
-    """Prompt set: what is drawn and which prompts are held out."""
+    """Prompt set: what is drawn and which prompts are held out; prompt_cache takes them from --prompt-cache."""
     weights: str = ""
-    """Pre-trained model: the bare name of a packaged file, such as digits, or the path of a .safetensors file."""
+    """Pre-trained model: the bare name of a packaged one, such as digits, the path of a .safetensors file, or that of
+    the folder of a Stable Diffusion 3 or 3.5 pipeline as diffusers lays it out."""
+    prompt_cache: str = ""
+    """Folder that encode_prompts wrote: the prompts of a pipeline's folder and their text embeddings."""
+    eval_prompt_cache: str = ""
+    """The same of held-out prompts; without, the last --eval-prompts of --prompt-cache are kept out of training."""
+    image_size: int = 0
+    """Height and width of a pipeline's images in pixels; 0 for tasks, whose images have a size of their own."""
     run_dir: str = ""
     """Folder of the run; empty means runs/<preset>-<UTC time>."""
     resume: bool = False
@@ -84,7 +91,7 @@ class TrainConfig:
     num_generations: int = 8
     """Samples a prompt, the group whose mean is the baseline; must divide --batch-size."""
     micro_batch_size: int = 64
-    """Samples whose gradients are computed at once (memory); must divide --batch-size."""
+    """Samples that the model sees at once, forward or backward (memory); must divide --batch-size."""
     updates_per_rollout: int = 1
     """Optimiser updates on each rollout; every one sees the whole batch."""
 
@@ -196,7 +203,9 @@ class TrainConfig:
     eval_every: int = 25
     """Updates between evaluations; 0 evaluates only before the first and after the last update."""
     eval_prompts: int = 100
-    """Held-out prompts of an evaluation, at most the size of the task's eval split."""
+    """Held-out prompts of an evaluation, at most as many as the task or the cache has."""
+    eval_batch_size: int = 100
+    """Evaluation samples drawn at once (memory), rounded up to a multiple of the devices that share a batch."""
     sample_every: int = 25
     """Updates between sample grids; 0 draws them only after the last update."""
     checkpoint_every: int = 25

@@ -1,5 +1,6 @@
 """What a run would do and need, without running it: geometry, bytes a device, compiled memory, model FLOPs."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -25,6 +26,7 @@ def dry_run(config: TrainConfig) -> dict[str, dict[str, float]]:
     Raises:
       ConfigError: settings that can't be used; nothing has been compiled.
     """
+    config = dataclasses.replace(config, dry_run=True)
     validate(config)
     join_processes(config.distributed, config.coordinator, config.num_processes, config.process_id)
     experiment = build_experiment(config)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,41 +13,29 @@ from rich.table import Table
 
 from jagg_jax.prompts.source import PromptSource
 from jagg_jax.rewards import REWARDS, RewardSet, make_rewards
-from jagg_jax.training.checkpoint import Checkpoints
 from jagg_jax.training.config import closest, option, require
 from jagg_jax.training.errors import ConfigError
-from jagg_jax.training.experiment import Experiment, build_experiment, make_drawer, to_images
+from jagg_jax.training.experiment import Experiment, make_drawer, to_images
 from jagg_jax.training.report import sample_grid
-from jagg_jax.training.run_dir import check_weights, load_config, write_text
+from jagg_jax.training.run_dir import write_text
+from jagg_jax.training.saved_run import RunChoice, SavedRun, load_run
 from jagg_jax.training.sharding import batch_shards, gather_rows
-
-MAX_BATCH = 100  # samples drawn at once
 
 
 @dataclasses.dataclass(frozen=True)
-class _RunChoice:
-    """Which model of which run draws, how, and on what devices: the settings that both commands share."""
+class _DrawChoice(RunChoice):
+    """How the chosen model draws: the settings that both commands share."""
 
-    run_dir: str = ""
-    """Folder of the run."""
-    checkpoint: int | None = None
-    """Update of the checkpoint; the latest by default. 0 is the pre-trained model."""
-    weights: Literal["auto", "trained", "average"] = "auto"
-    """Trained weights or their moving average; auto takes the average where the run keeps one."""
     steps: int = 0
     """Denoising steps; 0 takes the run's eval_steps."""
     guidance: float | None = None
     """Classifier-free guidance scale; the run's by default."""
     seed: int = 0
     """Seed of the initial noise."""
-    fsdp: int = 1
-    """Devices over which parameters are split, whatever the run had; all devices share the samples."""
-    tensor: int = 1
-    """Devices over which attention heads and MLP columns are split."""
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig(_RunChoice):
+class EvaluateConfig(_DrawChoice):
     """Score a run's model on held-out prompts that training never used, from fixed noise, by ODE steps."""
 
     rewards: tuple[str, ...] = ()
@@ -59,7 +47,7 @@ class EvaluateConfig(_RunChoice):
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig(_RunChoice):
+class SampleConfig(_DrawChoice):
     """Draw samples of given prompts with a run's model, as a picture with the prompt under each."""
 
     prompt: tuple[str, ...] = ()
@@ -77,12 +65,14 @@ class Evaluator:
     Attributes:
       prompts: what is drawn, N prompts.
       draw: `make_drawer`'s sampler; prompt i starts from noise i.
+      batch_size: samples drawn at once, rounded up to a multiple of `shards`.
       shards: the sampler takes batches of a multiple of this.
       rewards: scores images.
     """
 
     prompts: PromptSource
     draw: Callable
+    batch_size: int
     shards: int
     rewards: RewardSet
 
@@ -90,7 +80,7 @@ class Evaluator:
         """Images of the first `count` prompts (all by default, or where there are fewer), float32 [count, H, W, 3]."""
         available = len(self.prompts.texts)
         total = available if count is None else min(count, available)
-        size = -(-min(available, MAX_BATCH) // self.shards) * self.shards
+        size = -(-min(available, self.batch_size) // self.shards) * self.shards
         parts = []
         for start in range(0, total, size):
             # every call has the same shape, so that it is compiled once: the last part is filled up with repeats
@@ -135,6 +125,7 @@ def make_evaluator(
             seed,
             experiment.mesh,
         ),
+        batch_size=config.eval_batch_size,
         shards=batch_shards(experiment.mesh),
         rewards=load_rewards(experiment, rewards, "eval_rewards"),
     )
@@ -170,7 +161,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
       ConfigError: a setting that can't be used, a folder that holds no run.
       CheckpointError: a checkpoint that is missing or damaged.
     """
-    run_dir, experiment, params, update = _load_run(config)
+    saved = _load_run(config)
+    run_dir, experiment, update = saved.run_dir, saved.experiment, saved.update
     held_out = experiment.pipeline.eval_prompts
     total = len(held_out.texts)
     require(0 <= config.num_prompts <= total, config, "num_prompts", f"must be 0 to {total}")
@@ -180,7 +172,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
         require(name in REWARDS, config, "rewards", choice)
     prompts = held_out.first(config.num_prompts or total)
     evaluator = make_evaluator(experiment, prompts, names, config.steps or None, config.guidance, config.seed)
-    _, scores = evaluator(params)
+    _, scores = evaluator(saved.params)
     summary = summarise(scores)
     output = Path(config.output) if config.output else run_dir / "evaluation.json"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +201,8 @@ def sample(config: SampleConfig) -> Path:
     require(config.count >= 1, config, "count", "must be at least 1")
     output = Path(config.output)
     require(output.suffix == ".png", config, "output", "name a .png file to write")
-    _, experiment, params, _ = _load_run(config)
+    saved = _load_run(config)
+    experiment = saved.experiment
     prompts = [prompt for prompt in config.prompt for _ in range(config.count)]
     try:
         source = experiment.pipeline.find_prompts(prompts)
@@ -217,7 +210,7 @@ def sample(config: SampleConfig) -> Path:
         raise ConfigError(f"--prompt: {error}") from error
     names = experiment.config.eval_rewards[:1]
     evaluator = make_evaluator(experiment, source, names, config.steps or None, config.guidance, config.seed)
-    images, scores = evaluator(params)
+    images, scores = evaluator(saved.params)
     output.parent.mkdir(parents=True, exist_ok=True)
     sample_grid(images, captions(prompts, scores), output)
     return output
@@ -229,27 +222,12 @@ def captions(prompts: Sequence[str], scores: dict[str, np.ndarray]) -> list[str]
     return [f"{prompt}  {score:.2f}" for prompt, score in zip(prompts, first, strict=True)]
 
 
-def _load_run(config: _RunChoice) -> tuple[Path, Experiment, Any, int]:
-    """Folder, experiment, parameters and their update, after the checks that the two commands share."""
-    if not config.run_dir:
-        raise ConfigError("--run-dir: name the folder of a run")
+def _load_run(config: _DrawChoice) -> SavedRun:
+    """The run, after the checks that the two commands share."""
     require(config.steps >= 0, config, "steps", "must not be negative; 0 takes the run's eval_steps")
     require(config.guidance is None or config.guidance >= 0, config, "guidance", "must not be negative")
     require(0 <= config.seed < 2**32, config, "seed", "must lie in 0 to 2**32 - 1")
-    run_dir = Path(config.run_dir)
-    run_config, _ = load_config(run_dir)
-    if config.weights == "average" and not run_config.ema_decay:
-        raise ConfigError("--weights average: the run keeps none (its ema_decay is 0); use trained or auto")
-    check_weights(run_dir, run_config)
-    devices = {"data": -1, "fsdp": config.fsdp, "tensor": config.tensor, "distributed": "none"}
-    experiment = build_experiment(dataclasses.replace(run_config, **devices), trains=False)
-    state = experiment.initial_state()
-    checkpoints = Checkpoints(run_dir)
-    update = checkpoints.latest() if config.checkpoint is None else config.checkpoint
-    if update != 0:
-        state = checkpoints.restore(update, state)
-    params = experiment.whole(state.params) if config.weights == "trained" else experiment.evaluated_params(state)
-    return run_dir, experiment, params, update
+    return load_run(config)
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:

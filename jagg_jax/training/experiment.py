@@ -16,11 +16,12 @@ from jagg_jax.grpo import advantage_sum, group_advantages, zero_std_fraction
 from jagg_jax.models import merge_params, split_adapters
 from jagg_jax.plans import BackwardPlan
 from jagg_jax.prompts.source import PromptSource
-from jagg_jax.rollout import Transitions, finite_samples, initial_noise, rollout
+from jagg_jax.rollout import Transitions, finite_samples, in_micro_batches, initial_noise, rollout
 from jagg_jax.training.config import TrainConfig, option
 from jagg_jax.training.draws import EVAL_KEYS, backward_plan, keys_for, sample_keys, window_start
 from jagg_jax.training.errors import ConfigError
-from jagg_jax.training.pipeline import Decoder, Pipeline, load_pipeline
+from jagg_jax.training.parts import Decoder, Pipeline
+from jagg_jax.training.pipeline import load_pipeline
 from jagg_jax.training.sharding import (
     batch_shards,
     by_sample,
@@ -153,7 +154,8 @@ def build_experiment(
     everywhere, samples, steps = replicated(mesh), by_sample(mesh), by_step_and_sample(mesh)
     conditions = (samples, everywhere)
     transitions = Transitions(steps, steps, everywhere, everywhere, steps, steps)
-    roll_out = partial(_roll_out, config, velocity_fn, sampler, pipeline.latent_shape, mesh)
+    in_parts = in_micro_batches(velocity_fn, config.batch_size // config.micro_batch_size)
+    roll_out = partial(_roll_out, config, in_parts, sampler, pipeline.latent_shape, mesh)
     placed_decoder = jax.tree.map(lambda array: array.sharding, pipeline.decoder.params)
     return Experiment(
         config=config,

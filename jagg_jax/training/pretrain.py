@@ -26,7 +26,7 @@ from jagg_jax.rewards import make_rewards
 from jagg_jax.training.errors import TrainingError
 from jagg_jax.training.evaluate import Evaluator, summarise
 from jagg_jax.training.experiment import make_drawer
-from jagg_jax.training.pipeline import PIXELS
+from jagg_jax.training.parts import PIXELS
 from jagg_jax.training.pretrain_config import PretrainConfig, model_config, validate
 from jagg_jax.training.progress import Progress
 from jagg_jax.training.sharding import make_mesh

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from jagg_jax.prompts.sd3_folder import file_sha256, sampled_sha256
 from jagg_jax.training.config import TrainConfig, option, resolve_weights
 from jagg_jax.training.errors import ConfigError
 
@@ -34,6 +35,7 @@ RESUMABLE = {
     "eval_rewards",
     "eval_every",
     "eval_prompts",
+    "eval_batch_size",
     "sample_every",
     "checkpoint_every",
     "keep_checkpoints",
@@ -60,9 +62,8 @@ def resolve_run_dir(config: TrainConfig, preset: str) -> Path:
 
 
 def save_config(run_dir: Path, config: TrainConfig, preset: str) -> None:
-    """Keep the settings of a run, the preset they came from and its weights' SHA-256 in `run_dir`/config.json."""
-    digest = _digest(resolve_weights(config.weights))
-    content = {"preset": preset, "weights_sha256": digest, "train": dataclasses.asdict(config)}
+    """Keep the settings of a run, the preset they came from and SHA-256s of what it reads in `run_dir`/config.json."""
+    content = {"preset": preset, **_digests(config), "train": dataclasses.asdict(config)}
     write_text(run_dir / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
 
@@ -88,23 +89,34 @@ def load_config(run_dir: Path) -> tuple[TrainConfig, str]:
     return TrainConfig(**values), preset
 
 
-def check_weights(run_dir: Path, config: TrainConfig) -> None:
-    """Refuse pre-trained weights other than those that the run in `run_dir` was started with.
+def check_inputs(run_dir: Path, config: TrainConfig) -> None:
+    """Refuse pre-trained weights or prompt caches other than those that the run in `run_dir` was started with.
 
     A checkpoint can't tell: adapters fit any base of the same shapes.
 
     Raises:
         ConfigError: If they differ.
     """
+    before = json.loads((Path(run_dir) / CONFIG_FILE).read_text(encoding="utf-8"))
+    for name, digest in _digests(config).items():
+        if digest != before.get(name):
+            field = name.removesuffix("_sha256")
+            fix = "is not what the run was started with; bring that back, or start anew"
+            raise ConfigError(f"{option(field)} {getattr(config, field)}: {fix}")
+
+
+def _digests(config: TrainConfig) -> dict[str, str]:
+    """SHA-256 of the weights and of the prompt caches; of a large file, samples (see `sampled_sha256`)."""
+    from jagg_jax.prompts.cache import MANIFEST  # brings JAX, which a mistyped option needn't wait for
+
     path = resolve_weights(config.weights)
-    before = json.loads((Path(run_dir) / CONFIG_FILE).read_text(encoding="utf-8")).get("weights_sha256")
-    if _digest(path) != before:
-        raise ConfigError(f"--weights {path}: are not those the run was started with; bring them back, or start anew")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    parts = [file for part in ("transformer", "vae") for file in (path / part).glob("*") if file.is_file()]
+    lines = [f"{file.relative_to(path)} {file.stat().st_size} {sampled_sha256(file)}" for file in sorted(parts)]
+    weights = hashlib.sha256("\n".join(lines).encode()).hexdigest() if path.is_dir() else file_sha256(path)
+    caches = {name: getattr(config, name) for name in ("prompt_cache", "eval_prompt_cache")}
+    # a cache's manifest has the SHA-256 of every other file in it
+    digests = {f"{name}_sha256": file_sha256(Path(folder) / MANIFEST) for name, folder in caches.items() if folder}
+    return {"weights_sha256": weights, **digests}
 
 
 def check_run_dir(config: TrainConfig) -> None:
@@ -164,10 +176,13 @@ def _is_new(path: Path) -> bool:
 def _check_same_run(config: TrainConfig) -> None:
     """A resumed run keeps every setting that shapes its numbers."""
     before, _ = load_config(Path(config.run_dir))
-    check_weights(Path(config.run_dir), config)
+    check_inputs(Path(config.run_dir), config)
     for field in dataclasses.fields(config):
         old, new = getattr(before, field.name), getattr(config, field.name)
         if field.name not in RESUMABLE and old != new:
             raise ConfigError(f"{option(field.name)} {new}: the run to resume has {old}; keep it, or start a new run")
+    if config.prompt_cache and not config.eval_prompt_cache and config.eval_prompts != before.eval_prompts:
+        fix = f"the run to resume keeps {before.eval_prompts} out of training; keep that"
+        raise ConfigError(f"--eval-prompts {config.eval_prompts}: {fix}")
     if config.schedule == "cosine" and config.updates != before.updates:
         raise ConfigError(f"--updates {config.updates}: the cosine schedule was laid over {before.updates}; keep that")
