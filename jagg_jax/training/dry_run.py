@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ def dry_run(config: TrainConfig) -> dict[str, dict[str, float]]:
     """Compiles the rollout and the update, prints what they are and need, and returns it; trains and writes nothing.
 
     Returns:
-      "geometry", "bytes a device" and "model FLOPs", each name -> number.
+      "geometry", "bytes a device", "seconds to compile" and "model FLOPs", each name -> number.
 
     Raises:
       ConfigError: settings that can't be used; nothing has been compiled.
@@ -31,16 +32,18 @@ def dry_run(config: TrainConfig) -> dict[str, dict[str, float]]:
     join_processes(config.distributed, config.coordinator, config.num_processes, config.process_id)
     experiment = build_experiment(config)
     programs = trace(experiment)
+    compiled, seconds = _compile({name: programs[name] for name in ("rollout", "first update")})
     report = {
         "geometry": geometry(experiment),
-        "bytes a device": memory(experiment, programs),
+        "bytes a device": memory(experiment, compiled),
+        "seconds to compile": seconds,
         "model FLOPs": flops(experiment, programs),
     }
     if jax.process_index() == 0:
         for title, values in report.items():
             table = Table("", "", title=title, show_header=False, title_justify="left")
             for name, value in values.items():
-                table.add_row(name, f"{value:,.0f}")
+                table.add_row(name, f"{value:,.{1 if title.startswith('seconds') else 0}f}")
             Console().print(table)
     return report
 
@@ -87,8 +90,8 @@ def trace(experiment: Experiment) -> dict[str, jax.stages.Traced]:
     return {"rollout": experiment.roll_out.trace(*rolling)} | traced
 
 
-def memory(experiment: Experiment, programs: dict[str, jax.stages.Traced]) -> dict[str, int]:
-    """Bytes of the state and of the compiled rollout and first update on each device; compiles them."""
+def memory(experiment: Experiment, programs: dict[str, jax.stages.Compiled]) -> dict[str, int]:
+    """Bytes of the state and of the compiled programs on each device."""
     state = jax.eval_shape(experiment.create_state, experiment.initial_trained)
     placed = experiment.create_state.lower(experiment.initial_trained).compile().output_shardings
     sizes = {
@@ -97,8 +100,8 @@ def memory(experiment: Experiment, programs: dict[str, jax.stages.Traced]) -> di
         "optimiser state": _bytes_a_device(state.opt_state, placed.opt_state),
         "averaged parameters": _bytes_a_device(state.ema_params, placed.ema_params),
     }
-    for name in ("rollout", "first update"):
-        needs = programs[name].lower().compile().memory_analysis()
+    for name, program in programs.items():
+        needs = program.memory_analysis()
         sizes[f"{name}: arguments"] = needs.argument_size_in_bytes
         sizes[f"{name}: temporary"] = needs.temp_size_in_bytes
     return sizes
@@ -120,6 +123,16 @@ def flops(experiment: Experiment, programs: dict[str, jax.stages.Traced]) -> dic
         rows["later update with what it recomputes"] = program_flops(programs["later update"].jaxpr)
     everything = needed.rollout + first + (config.updates_per_rollout - 1) * later
     return rows | {"one image, drawn and learned from": everything / config.batch_size}
+
+
+def _compile(programs: dict[str, jax.stages.Traced]) -> tuple[dict[str, jax.stages.Compiled], dict[str, float]]:
+    """The programs for the devices, and how long each took."""
+    compiled, seconds = {}, {}
+    for name, program in programs.items():
+        started = time.perf_counter()
+        compiled[name] = program.lower().compile()
+        seconds[name] = time.perf_counter() - started
+    return compiled, seconds
 
 
 def _later_forwards(config: TrainConfig, anchors: int, interior: int) -> int:

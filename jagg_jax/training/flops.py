@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jagg_jax.flow import with_guidance
+from jagg_jax.models import merge_params
 from jagg_jax.plans import BackwardPlan
 from jagg_jax.training.experiment import Experiment
 
@@ -100,15 +101,15 @@ def model_flops(experiment: Experiment) -> ModelFlops:
     condition, _ = condition_shapes(experiment)
     trained = experiment.initial_trained
 
-    def evaluate(trained, *inputs):
-        return velocity_fn(experiment.whole(trained), *inputs)
+    def evaluate(trained, frozen, *inputs):
+        return velocity_fn(merge_params(frozen, trained), *inputs)
 
     def linearise(trained, tangents, *inputs):
         # a transposed map has the products of the linear one: a forward-mode derivative costs what a backward pass
         # does, and repeats nothing where the backward pass would recompute activations
         return jax.jvp(lambda p: evaluate(p, *inputs), (trained,), (tangents,))
 
-    inputs = (latents, sigma, condition, condition)
+    inputs = (experiment.frozen, latents, sigma, condition, condition)
     return ModelFlops(
         forward=count_flops(evaluate, trained, *inputs),
         linearised=count_flops(linearise, trained, trained, *inputs),

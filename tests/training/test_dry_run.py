@@ -1,5 +1,6 @@
 """The printed plan of a run agrees with the run."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -8,6 +9,7 @@ import jax
 import pytest
 from commands import command_line
 
+import configs
 from jagg_jax.prompts import get_task
 from jagg_jax.training.config import TrainConfig
 from jagg_jax.training.dry_run import dry_run, flops, geometry, trace
@@ -34,6 +36,8 @@ def test_geometry_bytes_and_flops(tiny):
     assert sizes["trained parameters"] == sum(held) < 0.4 * whole
     assert sizes["optimiser state"] >= 2 * sizes["trained parameters"]
     assert sizes["first update: temporary"] > 0
+    assert report["seconds to compile"].keys() == {"rollout", "first update"}
+    assert all(seconds > 0 for seconds in report["seconds to compile"].values())
     counted = report["model FLOPs"]
     forward, both = counted["one forward pass of the batch"], counted["one forward and backward pass of the batch"]
     # the MLP alone: 15 tokens of each of 16 samples through 32 x 128 and 128 x 32
@@ -69,6 +73,17 @@ def test_what_is_recomputed(tiny, changes, first, later):
         assert least <= again / (2 * counted["one forward pass of the batch"]) <= most
     assert numbers["forward passes in the first update"] == 2
     assert numbers["forward passes in a later update"] == (6 if "batch_anchors" in changes else 4)
+
+
+def test_the_whole_of_stable_diffusion_35_is_compiled_without_its_weights():
+    """The published sizes with all 24 blocks; only the batch is small, so that the test is short."""
+    changes = {"batch_size": 32, "num_generations": 4, "micro_batch_size": 8, "image_size": 256}
+    report = dry_run(dataclasses.replace(configs.load("sd35_medium_jagg"), **changes))
+    numbers, sizes = report["geometry"], report["bytes a device"]
+    assert numbers["frozen parameters"] == 2_243_171_520  # those of diffusers' model, see test_sd3_size
+    assert numbers["adapted matrices"] == 24 * 8 - 1  # the last block's text has no output
+    assert numbers["anchors (backward passes an update)"] == 5
+    assert sizes["frozen parameters"] < 1.01 * 2 * 2_243_171_520 / 8
 
 
 def test_shares_and_windows(tiny):
