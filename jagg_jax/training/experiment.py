@@ -15,6 +15,7 @@ from jagg_jax.flow import ODE, SAMPLERS, flow_sigmas, with_guidance
 from jagg_jax.grpo import advantage_sum, group_advantages, zero_std_fraction
 from jagg_jax.models import merge_params, split_adapters
 from jagg_jax.plans import BackwardPlan
+from jagg_jax.prompts.order import PromptOrder
 from jagg_jax.prompts.source import PromptSource
 from jagg_jax.rollout import Transitions, finite_samples, in_micro_batches, initial_noise, rollout
 from jagg_jax.training.config import TrainConfig, option
@@ -94,16 +95,11 @@ class Experiment:
     def prompt_rows(self, update: int) -> np.ndarray:
         """Which training prompts rollout `update` (from 1) draws, int [B], each `num_generations` times in a row.
 
-        Epoch after epoch, all training prompts in an order that follows from the seed and the epoch.
+        They are those of `PromptOrder`: epoch after epoch all training prompts, shuffled by the seed.
         """
-        total, count = len(self.pipeline.train_prompts.texts), self.config.batch_size // self.config.num_generations
-        places = np.arange((update - 1) * count, update * count)
-        orders = {epoch: self._order(epoch, total) for epoch in set((places // total).tolist())}
-        chosen = [orders[place // total][place % total] for place in places.tolist()]
-        return np.repeat(chosen, self.config.num_generations)
-
-    def _order(self, epoch: int, total: int) -> np.ndarray:
-        return np.random.default_rng([self.config.seed, epoch]).permutation(total)
+        count = self.config.batch_size // self.config.num_generations
+        order = PromptOrder(len(self.pipeline.train_prompts.texts), self.config.seed)
+        return np.repeat(order.rows((update - 1) * count, count), self.config.num_generations)
 
     def prompts(self, update: int) -> list[str]:
         """The prompts of rollout `update`, a string a sample."""
