@@ -97,6 +97,7 @@ def held_out_scores(velocity_fn: VelocityFn, params: Params, task: Task, config:
     evaluator = Evaluator(
         prompts=PromptSource.of_task(task, task.prompts("eval")[: config.eval_prompts]),
         draw=make_drawer(velocity_fn, PIXELS, task.image_shape, config.eval_steps, 1.0, 1.0, 0, mesh),
+        batch_size=config.eval_prompts,
         shards=1,
         rewards=make_rewards(EVAL_REWARDS, task.alphabet),
     )

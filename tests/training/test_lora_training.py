@@ -103,9 +103,9 @@ def test_a_run_is_refused_other_weights_than_its_own(settings, run, tiny_weights
     content = json.loads((copy / "config.json").read_text())
     content["train"]["weights"] = str(other)
     (copy / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"other.safetensors: .*are not those the run was started with"):
+    with pytest.raises(ConfigError, match=r"other.safetensors: is not what the run was started with"):
         evaluate(EvaluateConfig(run_dir=str(copy)))
-    with pytest.raises(ConfigError, match=r"other.safetensors: .*are not those the run was started with"):
+    with pytest.raises(ConfigError, match=r"other.safetensors: is not what the run was started with"):
         train(TrainConfig(**settings | {"weights": str(other)}, run_dir=str(copy), resume=True), "quickstart")
 
 
